@@ -1,0 +1,2 @@
+"""slime: reinforcement learning of large language models."""
+

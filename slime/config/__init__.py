@@ -1,0 +1,5 @@
+"""Flags, their derivation and their checks. Nothing heavy is imported here."""
+
+from slime.config.args import Args
+
+__all__ = ["Args"]

@@ -1,0 +1,37 @@
+"""How one flag is declared: a dataclass field with its default, its help and its limits in one place."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def arg(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    aliases: Sequence[str] = (),
+    parse: Callable[[str], Any] | None = None,
+    hook: str | None = None,
+) -> Any:
+    """Declares a flag. `--some-name` is derived from the field's name.
+
+    choices: allowed values. aliases: further spellings, with their dashes. parse: text to value, where
+    the field's type is not enough (JSON). hook: the parameters that a user's function must accept, as a
+    signature in words such as "args, sample, **kwargs"; `slime.config.hooks` checks it before start.
+    """
+    meta = {"help": help, "choices": choices, "aliases": tuple(aliases), "parse": parse, "hook": hook}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
+    return dataclasses.field(default=default, metadata=meta)
+
+
+def group(title: str) -> Callable[[type], type]:
+    """Class decorator: a dataclass of flags shown under `title` in --help."""
+
+    def wrap(cls: type) -> type:
+        out = dataclasses.dataclass(kw_only=True)(cls)
+        out.group_title = title  # type: ignore[attr-defined]
+        return out
+
+    return wrap

@@ -1,0 +1,279 @@
+"""Every flag of slime, grouped as --help shows them. One default each, here and nowhere else.
+
+Sizes are in samples unless a name says tokens; `*_path` flags take `package.module.name`.
+`None` means "derived" or "off", as the help of the flag says; `slime.config.derive` fills the derived ones.
+"""
+
+import json
+
+from slime.config.fields import arg, group
+
+
+@group("cluster and placement")
+class ClusterArgs:
+    device: str = arg("auto", "where trainer and engines run; auto takes CUDA where there is a GPU", choices=["auto", "cpu", "cuda"])
+    actor_num_nodes: int = arg(1, "nodes of the trainer")
+    actor_num_gpus_per_node: int | None = arg(
+        None, "trainer ranks per node (GPUs, or processes on CPU); unset: just enough for one data-parallel replica"
+    )
+    critic_num_nodes: int | None = arg(None, "nodes of the critic; unset: as the actor")
+    critic_num_gpus_per_node: int | None = arg(None, "critic ranks per node; unset: as the actor")
+    rollout_num_gpus: int | None = arg(
+        None, "ranks of all engines together; unset: one engine, or as many as the trainer has when colocated on GPUs"
+    )
+    rollout_num_gpus_per_engine: int = arg(1, "tensor-parallel size of one SGLang engine")
+    num_gpus_per_node: int = arg(8, "GPUs that a node of this cluster has; bounds one engine's share of a node")
+    colocate: bool = arg(False, "trainer and engines take turns on the same devices")
+    offload_train: bool | None = arg(None, "move the trainer's tensors to the host while engines generate; unset: as --colocate on CUDA")
+    offload_rollout: bool | None = arg(None, "engines release their memory while the trainer trains; unset: as --colocate on CUDA")
+    ray_address: str | None = arg(None, "address of a running Ray cluster ('auto' or host:port); unset: RAY_ADDRESS, else a local one")
+    placement_timeout: float = arg(300.0, "seconds to wait for Ray to grant the resources before the run stops with what is missing")
+    distributed_timeout_minutes: float = arg(30.0, "timeout of a collective between trainer ranks")
+
+
+@group("model and parallel layout (Megatron-Core)")
+class ModelArgs:
+    hf_checkpoint: str | None = arg(None, "Hugging Face folder: config.json, tokenizer and, unless --load says otherwise, weights")
+    tensor_model_parallel_size: int = arg(1, "tensor parallel size", aliases=["--tp"])
+    pipeline_model_parallel_size: int = arg(1, "pipeline parallel size", aliases=["--pp"])
+    num_layers_per_virtual_pipeline_stage: int | None = arg(None, "layers per virtual pipeline stage (interleaved schedule)")
+    context_parallel_size: int = arg(1, "context parallel size", aliases=["--cp"])
+    expert_model_parallel_size: int = arg(1, "expert parallel size", aliases=["--ep"])
+    expert_tensor_parallel_size: int | None = arg(None, "tensor parallel size of experts; unset: as --tensor-model-parallel-size")
+    sequence_parallel: bool = arg(False, "split activations of norms and residuals over the tensor-parallel ranks")
+    transformer_impl: str = arg(
+        "auto", "layer spec: Transformer Engine or our torch modules; auto takes TE where it is installed with CUDA",
+        choices=["auto", "transformer_engine", "local"],
+    )
+    attention_backend: str = arg("auto", "attention kernel that TE uses", choices=["auto", "flash", "fused", "unfused", "local"])
+    params_dtype: str = arg("bfloat16", "dtype of weights and activations in the trainer", choices=["bfloat16", "float32", "float16"])
+    make_vocab_size_divisible_by: int = arg(1, "the vocabulary is padded to a multiple of this times the tensor parallel size")
+    recompute_granularity: str | None = arg(None, "recompute activations to save memory", choices=["full", "selective"])
+    recompute_method: str | None = arg(None, "which layers full recompute takes", choices=["uniform", "block"])
+    recompute_num_layers: int | None = arg(None, "layers per recompute chunk")
+    custom_model_provider_path: str | None = arg(
+        None, "function that builds the model in our place", hook="pre_process, post_process, vp_stage=None"
+    )
+    custom_megatron_init_path: str | None = arg(None, "called after Megatron is initialised", hook="args")
+
+
+@group("optimizer")
+class OptimizerArgs:
+    lr: float = arg(1e-6, "peak learning rate")
+    min_lr: float = arg(0.0, "learning rate after decay")
+    lr_decay_style: str = arg("constant", "shape of the decay", choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+    lr_decay_iters: int | None = arg(None, "optimizer steps until --min-lr; unset: all steps of the run")
+    lr_warmup_iters: int = arg(0, "optimizer steps of linear warm-up")
+    lr_warmup_fraction: float | None = arg(None, "warm-up as a share of --lr-decay-iters")
+    weight_decay: float = arg(0.0, "decoupled weight decay")
+    adam_beta1: float = arg(0.9, "Adam beta 1")
+    adam_beta2: float = arg(0.98, "Adam beta 2")
+    adam_eps: float = arg(1e-8, "Adam epsilon")
+    clip_grad: float = arg(1.0, "largest gradient norm; 0 turns clipping off")
+    use_distributed_optimizer: bool = arg(True, "shard optimizer state over data-parallel ranks")
+    accumulate_allreduce_grads_in_fp32: bool = arg(True, "accumulate and reduce gradients in fp32")
+    overlap_grad_reduce: bool = arg(False, "overlap gradient reduction with the backward pass")
+    overlap_param_gather: bool = arg(False, "overlap parameter gathering with the forward pass")
+
+
+@group("data")
+class DataArgs:
+    prompt_data: str | None = arg(None, "prompts: .jsonl or .parquet; `file@[0:100]` takes a slice of rows")
+    input_key: str = arg("prompt", "column of the prompt: text, or a list of chat messages")
+    label_key: str | None = arg("label", "column of the answer that the reward sees")
+    metadata_key: str = arg("metadata", "column of a dict that is passed on in Sample.metadata")
+    tool_key: str | None = arg(None, "column of tools for the chat template")
+    apply_chat_template: bool = arg(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict = arg({}, "JSON: further arguments of the chat template", parse=json.loads)
+    rollout_shuffle: bool = arg(False, "shuffle prompts each epoch (seed: --rollout-seed)")
+    rollout_seed: int = arg(42, "seed of prompt order and of sampling")
+    rollout_max_prompt_len: int | None = arg(None, "longest prompt in tokens; unset: --rollout-max-context-len minus one")
+    overlong_prompt: str = arg("skip", "a prompt over the limit: leave it out and count it, or stop", choices=["skip", "error"])
+    num_epoch: int | None = arg(None, "passes over the prompts; sets --num-rollout when that is unset")
+    num_rollout: int | None = arg(None, "rollouts (steps) of the whole run")
+    start_rollout_id: int | None = arg(None, "first rollout id; unset: what --load says, else 0")
+    data_source_path: str = arg("slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that hands out prompts", hook="args")
+
+
+@group("rollout")
+class RolloutArgs:
+    rollout_function_path: str = arg(
+        "slime.rollout.sglang_rollout.generate_rollout", "function that makes the samples of one step",
+        hook="args, rollout_id, data_source, evaluation=False",
+    )
+    eval_function_path: str | None = arg(
+        None, "the same for evaluation; unset: --rollout-function-path", hook="args, rollout_id, data_source, evaluation=False"
+    )
+    custom_generate_function_path: str | None = arg(None, "async function that generates one sample", hook="args, sample, sampling_params")
+    rollout_batch_size: int = arg(32, "prompts per rollout")
+    n_samples_per_prompt: int = arg(8, "samples per prompt: one group")
+    over_sampling_batch_size: int | None = arg(None, "prompts drawn at a time while a dynamic filter drops groups; unset: --rollout-batch-size")
+    dynamic_sampling_filter_path: str | None = arg(None, "keeps or drops a finished group", hook="args, samples, **kwargs")
+    dynamic_sampling_max_draws: int = arg(20, "stop with an error when a filter dropped this many whole batches in one rollout")
+    rollout_sample_filter_path: str | None = arg(None, "marks samples with remove_sample", hook="args, samples")
+    rollout_all_samples_process_path: str | None = arg(
+        None, "sees all groups of a rollout, also dropped ones", hook="args, all_samples, data_source"
+    )
+    buffer_filter_path: str | None = arg(None, "chooses groups from the buffer", hook="args, rollout_id, buffer, num_samples")
+    partial_rollout: bool = arg(False, "keep unfinished samples for the next rollout instead of waiting for them")
+    mask_offpolicy_in_partial_rollout: bool = arg(False, "do not train on tokens that an older policy generated")
+    rollout_temperature: float = arg(1.0, "sampling temperature; log-probs of trainer and engine both use it")
+    rollout_top_p: float = arg(1.0, "nucleus share")
+    rollout_top_k: int = arg(-1, "top-k; -1 is all")
+    rollout_max_response_len: int = arg(1024, "longest response in tokens")
+    rollout_max_context_len: int | None = arg(None, "longest prompt and response together; unset: the model's limit")
+    rollout_stop: list[str] | None = arg(None, "stop strings")
+    rollout_stop_token_ids: list[int] | None = arg(None, "stop token ids")
+    rollout_skip_special_tokens: bool = arg(True, "leave special tokens out of the response's text")
+    sglang_server_concurrency: int = arg(512, "requests in flight per engine")
+    rollout_request_timeout: float = arg(1800.0, "seconds for one /generate request")
+    rollout_max_retries: int = arg(60, "tries of a request whose engine is away (refused, reset, 5xx); 4xx is never retried")
+    rollout_health_check_interval: float = arg(10.0, "seconds between health checks of an engine; 0 turns them off")
+    rollout_health_check_timeout: float = arg(60.0, "seconds that a health check may take")
+    rollout_health_check_failures: int = arg(3, "failed health checks in a row before an engine is restarted")
+    rollout_max_engine_restarts: int = arg(10, "restarts of engines in one run before it stops")
+    use_fault_tolerance: bool = arg(True, "restart an engine that died and give it the current weights")
+    sglang_router_ip: str | None = arg(None, "address of a router that already runs; unset: one is started")
+    sglang_router_port: int | None = arg(None, "port of the router; unset: a free one")
+    sglang_start_timeout: float = arg(600.0, "seconds for an engine to become healthy")
+    sglang_disable_radix_cache: bool = arg(False, "engine without prefix cache")
+    save_samples: bool = arg(True, "write the samples of each step as jsonl into the run folder")
+
+
+@group("reward")
+class RewardArgs:
+    rm_type: str | None = arg(
+        None, "built-in reward: math, exact, f1, reasoning_gym, remote_rm, deepscaler, dapo, random (see docs/rewards.md)"
+    )
+    rm_url: str | None = arg(None, "URL for --rm-type remote_rm")
+    rm_timeout: float = arg(30.0, "seconds that grading one sample may take; more is an error, not a zero")
+    custom_rm_path: str | None = arg(None, "async reward function", hook="args, sample, **kwargs")
+    group_rm: bool = arg(False, "the reward function takes a whole group")
+    reward_key: str | None = arg(None, "key of a dict reward that is trained on")
+    eval_reward_key: str | None = arg(None, "the same for evaluation")
+    custom_reward_post_process_path: str | None = arg(None, "replaces group normalisation of rewards", hook="args, samples")
+    custom_convert_samples_to_train_data_path: str | None = arg(None, "samples to columns", hook="args, samples")
+
+
+@group("batch and schedule")
+class BatchArgs:
+    global_batch_size: int | None = arg(None, "samples per optimizer step; unset: all samples of a rollout")
+    num_steps_per_rollout: int | None = arg(None, "optimizer steps per rollout; sets --global-batch-size")
+    micro_batch_size: int = arg(1, "samples per micro-batch where --use-dynamic-batch-size is off")
+    use_dynamic_batch_size: bool = arg(True, "pack micro-batches by tokens, up to --max-tokens-per-gpu")
+    max_tokens_per_gpu: int = arg(4096, "tokens per micro-batch and context-parallel rank")
+    log_probs_max_tokens_per_gpu: int | None = arg(None, "the same for passes without gradient; unset: as --max-tokens-per-gpu")
+    log_probs_chunk_size: int = arg(1024, "rows of the vocabulary matrix computed at a time; bounds the memory of the log-prob pass")
+    balance_data: bool = arg(True, "spread samples over data-parallel ranks by tokens")
+
+
+@group("algorithm")
+class AlgorithmArgs:
+    loss_type: str = arg("policy_loss", "what is trained", choices=["policy_loss", "sft_loss", "custom_loss", "value_loss"])
+    custom_loss_path: str | None = arg(
+        None, "your loss; implies --loss-type custom_loss (docs/custom_loss.md)", hook="args, batch, logits, sum_of_sample_mean",
+        aliases=["--custom-loss-function-path"],
+    )
+    custom_advantage_function_path: str | None = arg(None, "sets advantages and returns in place", hook="args, rollout_data")
+    custom_tis_function_path: str | None = arg(
+        None, "importance weights between engine and trainer",
+        hook="args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths",
+    )
+    custom_pg_loss_reducer_function_path: str | None = arg(
+        None, "aggregation of the policy loss", hook="total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = arg(None, "called before a log-prob pass", hook="args, model, store_prefix")
+    custom_megatron_before_train_step_hook_path: str | None = arg(
+        None, "called before an optimizer step", hook="args, rollout_id, step_id, model, optimizer, opt_param_scheduler"
+    )
+    rollout_data_postprocess_path: str | None = arg(None, "sees the rank's data after log-probs and advantages", hook="args, rollout_id, rollout_data")
+    advantage_estimator: str = arg(
+        "grpo", "how rewards become advantages",
+        choices=["grpo", "gspo", "cispo", "rloo", "maxrl", "tailrl", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "on_policy_distillation"],
+    )
+    eps_clip: float = arg(0.2, "lower clip of the ratio: 1 - eps_clip")
+    eps_clip_high: float | None = arg(0.28, "upper clip of the ratio: 1 + eps_clip_high")
+    eps_clip_c: float | None = arg(None, "dual clip for negative advantages, above 1")
+    value_clip: float = arg(0.2, "clip of the value loss")
+    gamma: float = arg(1.0, "discount")
+    lambd: float = arg(1.0, "lambda of GAE")
+    kl_coef: float = arg(0.0, "KL to the reference inside the reward")
+    use_kl_loss: bool = arg(False, "KL to the reference as a loss term")
+    kl_loss_coef: float = arg(0.0, "weight of the KL loss")
+    kl_loss_type: str = arg("low_var_kl", "estimator of the KL", choices=["k1", "k2", "k3", "low_var_kl"], aliases=["--kl-type"])
+    use_unbiased_kl: bool = arg(False, "weight the KL estimate by the importance ratio")
+    entropy_coef: float = arg(0.0, "weight of the entropy bonus")
+    normalize_advantages: bool = arg(False, "whiten advantages over all trained tokens")
+    disable_grpo_std_normalization: bool = arg(False, "centre rewards of a group only (Dr.GRPO)")
+    disable_rewards_normalization: bool = arg(False, "use raw rewards")
+    calculate_per_token_loss: bool = arg(False, "average over all trained tokens of the step instead of per sample")
+    use_rollout_logprobs: bool = arg(False, "take the engine's log-probs as the old policy's")
+    use_tis: bool = arg(False, "truncated importance sampling between engine and trainer")
+    tis_clip: float = arg(2.0, "upper bound of the TIS weight")
+    tis_clip_low: float = arg(0.0, "lower bound of the TIS weight")
+    ref_load: str | None = arg(None, "reference model: Hugging Face folder or checkpoint; unset: --hf-checkpoint")
+    num_critic_only_steps: int = arg(0, "rollouts at the start that train the critic only")
+    critic_lr: float | None = arg(None, "learning rate of the critic; unset: --lr")
+    critic_load: str | None = arg(None, "checkpoint of the critic; unset: the actor's weights with a fresh head")
+    seed: int = arg(1234, "seed of initialisation and dropout")
+
+
+@group("weight sync")
+class SyncArgs:
+    update_weight_buffer_size: int = arg(512 * 1024**2, "bytes per bucket of a weight update")
+    update_weights_interval: int = arg(1, "rollouts between weight updates (train_async.py)")
+    update_weight_timeout: float = arg(600.0, "seconds for one bucket before the run stops")
+    update_weight_mode: str = arg(
+        "auto", "distributed: NCCL or gloo broadcast; tensor: shared handles for colocated engines on CUDA; auto chooses",
+        choices=["auto", "distributed", "tensor"],
+    )
+    check_weights_interval: int | None = arg(
+        None, "compare digests of all tensors with the engines at the first and every n-th sync; unset: 1 on CPU, 50 on GPUs; 0: never"
+    )
+
+
+@group("checkpoint")
+class CheckpointArgs:
+    load: str | None = arg(None, "checkpoint folder to resume from; a missing folder starts from --hf-checkpoint")
+    save: str | None = arg(None, "folder for checkpoints")
+    save_interval: int | None = arg(None, "rollouts between checkpoints; unset: only at the end when --save is given")
+    keep_last: int | None = arg(None, "checkpoints kept; unset: all")
+    save_hf: str | None = arg(None, "also write a Hugging Face folder here at the end")
+    finetune: bool = arg(False, "--load takes weights only: no optimizer, no data cursor, step 0")
+
+
+@group("evaluation")
+class EvalArgs:
+    eval_interval: int | None = arg(None, "rollouts between evaluations; unset: never")
+    eval_prompt_data: list[str] | None = arg(None, "name and file, in pairs")
+    n_samples_per_eval_prompt: int = arg(1, "samples per prompt")
+    eval_temperature: float | None = arg(None, "temperature; unset: as the rollout")
+    eval_top_p: float | None = arg(None, "nucleus share; unset: as the rollout")
+    eval_max_response_len: int | None = arg(None, "longest response; unset: as the rollout")
+    skip_eval_before_train: bool = arg(False, "no evaluation before the first step")
+
+
+@group("what a run leaves and shows")
+class ObservabilityArgs:
+    run_dir: str = arg("runs/default", "folder for metrics.jsonl, samples, logs, TensorBoard files, pictures and the resolved config")
+    use_tensorboard: bool = arg(True, "write TensorBoard files")
+    progress: str = arg("auto", "progress bars; auto: on a terminal", choices=["auto", "on", "off"])
+    custom_rollout_log_function_path: str | None = arg(
+        None, "your own rollout log; True skips ours", hook="rollout_id, args, samples, extra_metrics, rollout_time"
+    )
+    custom_eval_rollout_log_function_path: str | None = arg(None, "the same for evaluation", hook="rollout_id, args, data, extra_metrics")
+
+
+@group("debugging")
+class DebugArgs:
+    debug_rollout_only: bool = arg(False, "generate and score, never train")
+    debug_train_only: bool = arg(False, "train on saved samples, start no engine")
+    save_debug_rollout_data: str | None = arg(None, "where to save each rollout's samples; {rollout_id} is filled in")
+    load_debug_rollout_data: str | None = arg(None, "samples to train on instead of generating; implies --debug-train-only")
+    dry_run: bool = arg(False, "print the plan (flags, ranks, engines, batch arithmetic) and stop")
+
+
+GROUPS = (
+    ClusterArgs, ModelArgs, OptimizerArgs, DataArgs, RolloutArgs, RewardArgs, BatchArgs, AlgorithmArgs,
+    SyncArgs, CheckpointArgs, EvalArgs, ObservabilityArgs, DebugArgs,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Algorithms and environments built only on the public hooks."""
