@@ -30,8 +30,8 @@ def group(title: str) -> Callable[[type], type]:
     """Class decorator: a dataclass of flags shown under `title` in --help."""
 
     def wrap(cls: type) -> type:
-        out = dataclasses.dataclass(kw_only=True)(cls)
-        out.group_title = title  # type: ignore[attr-defined]
+        out: Any = dataclasses.dataclass(kw_only=True)(cls)
+        out.group_title = title
         return out
 
     return wrap

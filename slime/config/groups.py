@@ -5,8 +5,15 @@ Sizes are in samples unless a name says tokens; `*_path` flags take `package.mod
 """
 
 import json
+from typing import Any
 
 from slime.config.fields import arg, group
+
+
+@group("files of flags")
+class FileArgs:
+    config: str | None = arg(None, "YAML file with the same names as the flags; flags on the command line win")
+    custom_config_path: str | None = arg(None, "YAML file with keys of your own, which hooks read as args.<key>")
 
 
 @group("cluster and placement")
@@ -273,7 +280,7 @@ class DebugArgs:
     dry_run: bool = arg(False, "print the plan (flags, ranks, engines, batch arithmetic) and stop")
 
 
-GROUPS = (
-    ClusterArgs, ModelArgs, OptimizerArgs, DataArgs, RolloutArgs, RewardArgs, BatchArgs, AlgorithmArgs,
+GROUPS: tuple[Any, ...] = (
+    FileArgs, ClusterArgs, ModelArgs, OptimizerArgs, DataArgs, RolloutArgs, RewardArgs, BatchArgs, AlgorithmArgs,
     SyncArgs, CheckpointArgs, EvalArgs, ObservabilityArgs, DebugArgs,
 )  # fmt: skip

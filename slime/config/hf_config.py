@@ -59,10 +59,12 @@ def load_hf_config(folder: str | Path) -> HFConfig:
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"--hf-checkpoint {folder}: no such folder; give a local Hugging Face folder (config.json, tokenizer, *.safetensors)"
+            f"--hf-checkpoint {folder}: no such folder; give a Hugging Face folder with config.json and *.safetensors"
         )
     if not path.is_file():
-        raise ConfigError(f"--hf-checkpoint {folder}: there is no config.json in it, so it is not a Hugging Face model folder")
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: there is no config.json in it, so it is not a Hugging Face model folder"
+        )
     try:
         raw = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -82,7 +84,9 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
     heads = need("num_attention_heads")
     hidden = need("hidden_size")
     if raw.get("head_dim") is None and hidden % heads:
-        raise ConfigError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is not given")
+        raise ConfigError(
+            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is not given"
+        )
     # transformers 5 moved rope_theta and the scaling into one dict; older files have two keys.
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)

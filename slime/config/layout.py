@@ -1,0 +1,56 @@
+"""Who runs where, as arithmetic: trainer ranks, engines, and how a rollout's samples become optimizer steps."""
+
+import dataclasses
+
+from slime.config.args import Args
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Counts only. `world_size` is trainer ranks; an engine takes `engine_tp` ranks of its own unless colocated."""
+
+    world_size: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+    num_engines: int
+    engine_tp: int
+    colocate: bool
+    samples_per_rollout: int
+    global_batch_size: int
+    steps_per_rollout: int
+
+    @property
+    def last_step_samples(self) -> int:
+        """Samples of the last optimizer step of a rollout; smaller than the others when the division has a rest."""
+        return self.samples_per_rollout - (self.steps_per_rollout - 1) * self.global_batch_size
+
+    @property
+    def total_ranks(self) -> int:
+        """Devices (GPUs, or CPU processes) that the run claims."""
+        engines = self.num_engines * self.engine_tp
+        return max(self.world_size, engines) if self.colocate else self.world_size + engines
+
+
+def make_layout(args: Args) -> Layout:
+    """The layout of derived and validated args."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    world = args.actor_num_nodes * args.actor_num_gpus_per_node
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    engines = 0 if args.debug_train_only else args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+    return Layout(
+        world_size=world,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=args.expert_model_parallel_size,
+        dp=world // (tp * pp * cp),
+        num_engines=engines,
+        engine_tp=args.rollout_num_gpus_per_engine,
+        colocate=args.colocate,
+        samples_per_rollout=samples,
+        global_batch_size=args.global_batch_size,
+        steps_per_rollout=-(-samples // args.global_batch_size),
+    )

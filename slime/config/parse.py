@@ -1,0 +1,194 @@
+"""Command line and YAML to `Args`. An unknown name is an error that tells the nearest known one."""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import json
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.config.args import Args
+from slime.config.errors import ConfigError
+from slime.config.groups import GROUPS
+
+# Files of the installed packages that declare their options, relative to the package.
+_PASS_THROUGH = {
+    "sglang": ("sglang", ["srt/server_args.py", "srt/arg_groups/fields/*.py"]),
+    "router": ("sglang_router", ["router_args.py", "launch_router.py"]),
+}
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _value_type(hint: Any) -> tuple[Any, bool]:
+    """(type of one value, is it a list) of a field's annotation; `X | None` counts as X."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _default(field: dataclasses.Field) -> Any:
+    factory: Any = field.default_factory
+    return field.default if field.default is not dataclasses.MISSING else factory()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message} (see --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The argparse parser of all groups, for parsing and for --help."""
+    parser = _Parser(
+        prog="train.py",
+        description="Reinforcement learning of language models with Megatron-Core and SGLang.",
+        epilog="--sglang-<option> and --router-<option> are passed on to the engines and to sglang-router.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for cls in GROUPS:
+        section = parser.add_argument_group(cls.group_title)
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            _add_flag(section, field, hints[field.name])
+    return parser
+
+
+def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
+    kind, is_list = _value_type(hint)
+    meta = field.metadata
+    default = _default(field)
+    shown = "" if default is None or default == {} else f" (default: {default})"
+    options: dict[str, Any] = {
+        "dest": field.name,
+        "default": argparse.SUPPRESS,
+        "help": (meta["help"] + shown).replace("%", "%%"),
+    }
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"] = meta["parse"] or kind
+        options["metavar"] = "JSON" if meta["parse"] else kind.__name__.upper()
+        if is_list:
+            options["nargs"] = "*"
+        if meta["choices"]:
+            options["choices"] = meta["choices"]
+            options["metavar"] = "{" + ",".join(map(str, meta["choices"])) + "}"
+    section.add_argument(flag_of(field.name), *meta["aliases"], **options)
+
+
+def parse_args(argv: Sequence[str]) -> Args:
+    """Parses flags (command line over --config over defaults). Raises ConfigError; nothing is derived yet."""
+    parser = build_parser()
+    values, rest = parser.parse_known_args(list(argv))
+    given = vars(values)
+    if given.get("config"):
+        file_argv = _yaml_to_argv(_read_yaml(given["config"], "--config"), given["config"], parser)
+        values, rest = parser.parse_known_args(file_argv + list(argv))
+        given = vars(values)
+    passed = _take_pass_through(rest, parser)
+    extra = _read_yaml(given["custom_config_path"], "--custom-config-path") if given.get("custom_config_path") else {}
+    clash = sorted(set(extra) & set(Args.__dataclass_fields__))
+    if clash:
+        raise ConfigError(
+            f"--custom-config-path {given['custom_config_path']}: {clash[0]!r} is a flag; set {flag_of(clash[0])}"
+        )
+    return Args(**given, extra=extra, **passed)
+
+
+def _read_yaml(path: str, flag: str) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{flag} {path}: cannot be read ({' '.join(str(error).split())})") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{flag} {path}: the file must hold `name: value` lines, not a {type(data).__name__}")
+    return {str(k).replace("-", "_"): v for k, v in data.items()}
+
+
+def _yaml_to_argv(data: dict[str, Any], path: str, parser: argparse.ArgumentParser) -> list[str]:
+    """YAML keys as flags, so that files and command lines are checked by the same code."""
+    known = _known_flags(parser)
+    out: list[str] = []
+    for name, value in data.items():
+        flag = flag_of(name)
+        if flag not in known and not flag.startswith(("--sglang-", "--router-")):
+            raise ConfigError(f"--config {path}: unknown key {name!r}{_nearest(flag, known)}")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            out.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, list):
+            out += [flag, *map(str, value)]
+        else:
+            out.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return out
+
+
+def _known_flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [s for action in parser._actions for s in action.option_strings]
+
+
+def _nearest(flag: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else "; --help lists all flags"
+
+
+def _take_pass_through(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
+    """`--sglang-x v` and `--router-x v` of the flags that are not ours; anything else is an error."""
+    out: dict[str, dict[str, Any]] = {name: {} for name in _PASS_THROUGH}
+    i = 0
+    while i < len(rest):
+        flag, _, value = rest[i].partition("=")
+        i += 1
+        owner = next((o for o in _PASS_THROUGH if flag.startswith(f"--{o}-")), None)
+        if owner is None:
+            if not flag.startswith("--"):
+                raise ConfigError(f"{flag!r} belongs to no flag (values with spaces need quotes)")
+            raise ConfigError(f"unknown flag {flag}{_nearest(flag, _known_flags(parser))}")
+        option = flag[len(owner) + 3 :].replace("-", "_")
+        known = known_options(*_PASS_THROUGH[owner])
+        if known is not None and option not in known:
+            candidates = [f"--{owner}-{k.replace('_', '-')}" for k in sorted(known)] + _known_flags(parser)
+            raise ConfigError(
+                f"unknown flag {flag}: the installed {owner} has no such option{_nearest(flag, candidates)}"
+            )
+        if value or "=" in rest[i - 1]:
+            out[owner][option] = value
+            continue
+        values: list[str] = []
+        while i < len(rest) and not rest[i].startswith("--"):
+            values.append(rest[i])
+            i += 1
+        out[owner][option] = True if not values else values[0] if len(values) == 1 else values
+    return out
+
+
+def known_options(package: str, patterns: Sequence[str]) -> set[str] | None:
+    """Option names that an installed package declares, read without importing it; None where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    root = Path(next(iter(spec.submodule_search_locations)))
+    names: set[str] = set()
+    for path in (p for pattern in patterns for p in root.glob(pattern)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            # Options that exist on the command line only ("--tp" for tp_size).
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+                names.add(node.value[2:].replace("-", "_"))
+    return names or None

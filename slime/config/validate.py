@@ -1,0 +1,190 @@
+"""Checks of derived flags, before anything is started. Every message says what, where and how to fix it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.config.args import Args
+from slime.config.errors import ConfigError
+from slime.config.hf_config import HFConfig
+
+
+def validate(args: Args, hf: HFConfig | None) -> None:
+    """Raises one ConfigError that lists every problem, a line each."""
+    problems = [*_sizes(args), *_layout(args, hf), *_batch(args), *_algorithm(args), *_rollout(args), *_files(args)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+_POSITIVE = (
+    "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "rollout_batch_size",
+    "n_samples_per_prompt", "global_batch_size", "micro_batch_size", "max_tokens_per_gpu", "rollout_max_response_len",
+    "over_sampling_batch_size", "n_samples_per_eval_prompt", "update_weight_buffer_size", "log_probs_chunk_size",
+    "update_weights_interval", "sglang_server_concurrency", "num_gpus_per_node", "dynamic_sampling_max_draws",
+)  # fmt: skip
+
+
+def _sizes(args: Args) -> Iterator[str]:
+    for name in _POSITIVE:
+        if getattr(args, name) < 1:
+            yield f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1"
+    for name in ("num_rollout", "save_interval", "eval_interval", "keep_last", "num_epoch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            yield f"--{name.replace('_', '-')} is {value}: it must be at least 1 (leave it out to turn it off)"
+    if args.lr < 0:
+        yield f"--lr is {args.lr}: it must not be negative"
+
+
+def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    ep = args.expert_model_parallel_size
+    world = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if min(tp, pp, cp, ep) < 1:
+        return
+    if world % (tp * pp * cp):
+        yield (
+            f"layout: {world} trainer ranks (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
+            f"{args.actor_num_gpus_per_node}) are no multiple of TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}"
+        )
+    elif ep > 1 and (world // pp) % (ep * (args.expert_tensor_parallel_size or 1)):
+        yield f"layout: {world // pp} ranks of a pipeline stage are no multiple of EP {ep} x expert TP {args.expert_tensor_parallel_size}"
+    if not args.debug_train_only and args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        yield (
+            f"--rollout-num-gpus {args.rollout_num_gpus} is no multiple of --rollout-num-gpus-per-engine "
+            f"{args.rollout_num_gpus_per_engine}: some ranks would idle"
+        )
+    engine_tp = args.rollout_num_gpus_per_engine
+    if args.device == "cuda" and engine_tp > args.num_gpus_per_node and engine_tp % args.num_gpus_per_node:
+        yield f"--rollout-num-gpus-per-engine {engine_tp} spans nodes but is no multiple of --num-gpus-per-node {args.num_gpus_per_node}"
+    if args.colocate and args.device == "cuda" and args.rollout_num_gpus > world:
+        yield f"--colocate: engines claim {args.rollout_num_gpus} GPUs, the trainer has {world}; lower --rollout-num-gpus"
+    if args.sequence_parallel and tp == 1:
+        yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more"
+    if hf is not None:
+        yield from _layout_of_model(args, hf)
+
+
+def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    for size, name in (
+        (hf.num_attention_heads, "num_attention_heads"),
+        (hf.num_key_value_heads, "num_key_value_heads"),
+        (hf.intermediate_size, "intermediate_size"),
+        (hf.hidden_size, "hidden_size"),
+    ):
+        if size % tp:
+            yield f"--tensor-model-parallel-size {tp} does not divide the model's {name} {size} ({args.hf_checkpoint}/config.json)"
+    if hf.num_layers % pp:
+        yield f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers"
+    vpp = args.num_layers_per_virtual_pipeline_stage
+    if vpp is not None and (pp == 1 or (hf.num_layers // pp) % vpp):
+        yield f"--num-layers-per-virtual-pipeline-stage {vpp} needs PP above 1 and must divide the {hf.num_layers // pp} layers of a stage"
+    if args.expert_model_parallel_size > 1 and not hf.num_experts:
+        yield f"--expert-model-parallel-size {args.expert_model_parallel_size}: the model has no experts"
+    elif hf.num_experts and hf.num_experts % args.expert_model_parallel_size:
+        yield f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the model's {hf.num_experts} experts"
+    if args.rollout_max_context_len and args.rollout_max_context_len > hf.max_position_embeddings:
+        yield (
+            f"--rollout-max-context-len {args.rollout_max_context_len} is over the model's max_position_embeddings "
+            f"{hf.max_position_embeddings}"
+        )
+    if args.rollout_max_response_len >= (args.rollout_max_context_len or hf.max_position_embeddings):
+        yield (
+            f"--rollout-max-response-len {args.rollout_max_response_len} leaves no room for a prompt in a context of "
+            f"{args.rollout_max_context_len} tokens"
+        )
+
+
+def _batch(args: Args) -> Iterator[str]:
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.num_steps_per_rollout is not None and args.num_steps_per_rollout > samples:
+        yield f"--num-steps-per-rollout {args.num_steps_per_rollout} is more than the {samples} samples of a rollout"
+    if args.global_batch_size > samples:
+        yield (
+            f"--global-batch-size {args.global_batch_size} is more than a rollout yields: --rollout-batch-size "
+            f"{args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
+        )
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        yield (
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
+            f"{args.rollout_batch_size}: it counts prompts drawn at a time"
+        )
+    if args.num_rollout is None and args.num_epoch is None and not args.dry_run:
+        yield "give --num-rollout (steps) or --num-epoch (passes over the prompts)"
+
+
+def _algorithm(args: Args) -> Iterator[str]:
+    if args.loss_type == "custom_loss" and not args.custom_loss_path:
+        yield "--loss-type custom_loss needs --custom-loss-path package.module.function"
+    if not 0 <= args.eps_clip < 1:
+        yield f"--eps-clip {args.eps_clip} must be in [0, 1): the ratio is clipped to [1 - eps_clip, 1 + eps_clip_high]"
+    if args.eps_clip_high < 0:
+        yield f"--eps-clip-high {args.eps_clip_high} must not be negative"
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        yield f"--eps-clip-c {args.eps_clip_c} must be above 1: it bounds the loss of negative advantages (dual clip)"
+    if args.use_kl_loss and args.kl_coef:
+        yield "--use-kl-loss and --kl-coef both count the KL to the reference; choose one"
+    if args.use_kl_loss and not args.kl_loss_coef:
+        yield "--use-kl-loss with --kl-loss-coef 0 trains nothing; give --kl-loss-coef"
+    if args.kl_loss_coef and not args.use_kl_loss:
+        yield f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss"
+    if args.kl_coef and args.advantage_estimator not in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        yield (
+            f"--kl-coef {args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator} "
+            "(its reward is one scalar per sample); use --use-kl-loss --kl-loss-coef"
+        )
+    needs_siblings = {"grpo", "gspo", "cispo", "rloo", "maxrl", "tailrl", "reinforce_plus_plus_baseline"}
+    if (
+        args.n_samples_per_prompt == 1
+        and args.advantage_estimator in needs_siblings
+        and not args.disable_rewards_normalization
+        and args.loss_type == "policy_loss"
+    ):
+        yield (
+            f"--advantage-estimator {args.advantage_estimator} compares samples of one prompt: with --n-samples-per-prompt 1 "
+            "every advantage is 0; raise it or give --disable-rewards-normalization"
+        )
+    if args.advantage_estimator == "ppo" and args.loss_type == "policy_loss":
+        yield "--advantage-estimator ppo needs a critic, which this version does not train yet; use grpo, rloo or reinforce_plus_plus"
+    if args.calculate_per_token_loss and args.custom_pg_loss_reducer_function_path:
+        yield "--calculate-per-token-loss and --custom-pg-loss-reducer-function-path both define the aggregation; choose one"
+
+
+def _rollout(args: Args) -> Iterator[str]:
+    if args.debug_train_only and args.debug_rollout_only:
+        yield "--debug-train-only and --debug-rollout-only exclude each other"
+    needs_reward = args.loss_type == "policy_loss" and not args.debug_train_only
+    if needs_reward and not args.rm_type and not args.custom_rm_path and not args.custom_generate_function_path:
+        yield "no reward: give --rm-type (math, exact, f1, reasoning_gym, remote_rm) or --custom-rm-path"
+    if args.rm_type == "remote_rm" and not args.rm_url:
+        yield "--rm-type remote_rm needs --rm-url"
+    if (
+        args.partial_rollout
+        and args.dynamic_sampling_filter_path is None
+        and args.over_sampling_batch_size == args.rollout_batch_size
+    ):
+        yield "--partial-rollout has no effect without --over-sampling-batch-size above --rollout-batch-size"
+    if args.rollout_temperature <= 0 and args.loss_type == "policy_loss":
+        yield f"--rollout-temperature {args.rollout_temperature}: policy gradients need samples, so it must be above 0"
+    if args.eval_prompt_data is not None and len(args.eval_prompt_data) % 2:
+        yield "--eval-prompt-data takes pairs: name file [name file ...]"
+    if args.eval_interval and not args.eval_prompt_data:
+        yield "--eval-interval needs --eval-prompt-data name file"
+
+
+def _files(args: Args) -> Iterator[str]:
+    if args.hf_checkpoint is None:
+        yield "--hf-checkpoint is needed: a Hugging Face folder with config.json, tokenizer and weights"
+    if args.prompt_data is not None:
+        path = Path(args.prompt_data.split("@[")[0])
+        if not path.exists():
+            yield f"--prompt-data {path}: no such file"
+    elif not args.load_debug_rollout_data and not args.dry_run and args.data_source_path.startswith("slime."):
+        yield "--prompt-data is needed: a .jsonl or .parquet file of prompts"
+    if args.eval_prompt_data:
+        for path_text in args.eval_prompt_data[1::2]:
+            if not Path(path_text.split("@[")[0]).exists():
+                yield f"--eval-prompt-data {path_text}: no such file"
+    if args.load and args.save is None and Path(args.load).is_file():
+        yield f"--load {args.load}: a checkpoint is a folder, this is a file"
