@@ -1,0 +1,41 @@
+"""The background event loop on which rollouts run, and the door to it from ordinary code."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class AsyncLoopThread:
+    """An event loop in a daemon thread, for the life of the process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="slime-asyncio", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs the coroutine on the loop and waits for its result; an interrupt here cancels it there."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("run() was called on the event loop itself and would wait for ever: use await")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+@functools.cache
+def get_async_loop() -> AsyncLoopThread:
+    """The process's one loop: HTTP connections and semaphores belong to a loop, so all work shares it."""
+    return AsyncLoopThread()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine from synchronous code and returns its result (or raises its exception)."""
+    return get_async_loop().run(coroutine)
