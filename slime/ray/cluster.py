@@ -1,0 +1,49 @@
+"""Connecting to Ray: a running cluster where there is one, a local one otherwise."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import ray
+
+from slime.config import Args, ConfigError, Layout
+
+# A process that waits in a collective costs no core, so a few per core still make progress; beyond that
+# gloo's polling threads starve each other and steps take minutes.
+PROCESSES_PER_CORE = 4
+
+
+def check_local_cores(args: Args, layout: Layout, cores: int | None = None) -> None:
+    """Raises ConfigError when a local CPU run would start more processes than this machine can turn over."""
+    cores = cores or len(os.sched_getaffinity(0))
+    if args.device == "cpu" and layout.total_ranks > cores * PROCESSES_PER_CORE:
+        raise ConfigError(
+            f"layout: {layout.world_size} trainer ranks and {layout.num_engines} engines are too many for {cores} "
+            f"cores (at most {cores * PROCESSES_PER_CORE} processes); lower TP x PP x CP, --actor-num-gpus-per-node "
+            "or --rollout-num-gpus, or give --ray-address of a cluster"
+        )
+
+
+@contextlib.contextmanager
+def ray_session(args: Args, layout: Layout) -> Iterator[None]:
+    """Ray for the length of the run. A local cluster is stopped at the end; a running one is only left."""
+    address = args.ray_address or os.environ.get("RAY_ADDRESS")
+    # Workers print what users must see through the driver; Ray's own deduplication would hide ranks.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if address:
+        ray.init(address=address, log_to_driver=True, logging_level="ERROR")
+    else:
+        check_local_cores(args, layout)
+        ray.init(
+            address="local",
+            # Ray only counts: on CPU each rank claims one, whatever the cores; two more for the manager.
+            num_cpus=max(os.cpu_count() or 1, layout.total_ranks + 2) if args.device == "cpu" else None,
+            object_store_memory=512 * 1024**2 if args.device == "cpu" else None,
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level="ERROR",
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,173 @@
+"""`RolloutManager`: the Ray actor that owns prompts, engines and router, and turns samples into the trainer's data."""
+
+import dataclasses
+import time
+from typing import Any
+
+import ray
+
+from slime.config import Args, Layout
+from slime.ray.placement import Bundle
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutOutput:
+    """refs: one object reference of RankData per data-parallel rank. metrics: numbers of the step's log."""
+
+    refs: list[Any]
+    metrics: dict[str, float]
+
+
+class _RolloutManager:
+    def __init__(self, args: Args, layout: Layout, bundles: list[Bundle]):
+        from slime.config.hooks import load_hook
+
+        self._args, self._layout, self._bundles = args, layout, bundles
+        source = load_hook(args, "data_source_path")
+        assert source is not None
+        self._source = source(args)
+        self._fleet: Any = None
+
+    def num_rollout(self) -> int:
+        """Rollouts of the whole run: --num-rollout, or what --num-epoch makes of the prompts."""
+        if self._args.num_rollout is not None:
+            return self._args.num_rollout
+        return max(1, len(self._source) * self._args.num_epoch // self._args.rollout_batch_size)
+
+    def start(self) -> list[Any]:
+        """Starts router and engines; returns the engines' endpoints, which the trainer connects to."""
+        from slime.ray.fleet import EngineFleet
+
+        if self._layout.num_engines == 0:
+            return []
+        self._fleet = EngineFleet(self._args, self._layout, self._bundles)
+        self._args = self._fleet.start()  # with the router's address, which rollout functions read
+        return self._fleet.endpoints()
+
+    def serve(self, train_ranks: list[Any] | None = None) -> None:
+        """Engines have the weights now: let the router send requests, and watch over them."""
+        if self._fleet is not None:
+            self._fleet.serve(train_ranks)
+
+    def endpoints(self) -> list[Any]:
+        return self._fleet.endpoints() if self._fleet is not None else []
+
+    def set_version(self, version: int) -> None:
+        if self._fleet is not None:
+            self._fleet.version = version
+
+    def generate(self, rollout_id: int) -> RolloutOutput:
+        """One rollout: samples, their rewards, and the data of each data-parallel rank."""
+        from slime.config.hooks import load_hook
+        from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+
+        started = time.monotonic()
+        groups, metrics = self._load_debug(rollout_id), {}
+        if groups is None:
+            function = load_hook(self._args, "rollout_function_path")
+            assert function is not None
+            output = call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=False)
+            assert isinstance(output, RolloutFnTrainOutput)
+            groups, metrics = output.samples, dict(output.metrics or {})
+        samples = flatten(groups)
+        metrics.update(self._log_samples(rollout_id, samples, metrics, time.monotonic() - started))
+        self._save_debug(rollout_id, samples)
+        if self._args.debug_rollout_only:
+            return RolloutOutput([], metrics)
+        data, schedule_metrics = self._to_rank_data(samples)
+        metrics.update(schedule_metrics)
+        metrics["perf/rollout_total_time"] = time.monotonic() - started
+        return RolloutOutput([ray.put(d) for d in data], metrics)
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        from slime.config.hooks import load_hook
+        from slime.observability.rollout_metrics import eval_metrics
+        from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
+
+        function = load_hook(self._args, "eval_function_path")
+        assert function is not None
+        output = call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=True)
+        assert isinstance(output, RolloutFnEvalOutput)
+        log = load_hook(self._args, "custom_eval_rollout_log_function_path")
+        if log is not None and log(rollout_id, self._args, output.data, output.metrics):
+            return {}
+        return eval_metrics(self._args, output)
+
+    def state(self) -> dict[str, Any]:
+        """The data cursor and the buffer, for the checkpoint."""
+        return self._source.state_dict() if hasattr(self._source, "state_dict") else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state:
+            self._source.load_state_dict(state)
+
+    def offload(self) -> None:
+        if self._fleet is not None:
+            self._fleet.release_memory()
+
+    def onload(self, tags: list[str] | None = None) -> None:
+        if self._fleet is not None:
+            self._fleet.resume_memory(tags)
+
+    def stop(self) -> None:
+        if self._fleet is not None:
+            self._fleet.stop()
+            self._fleet = None
+
+    # -- parts of generate --------------------------------------------------------------------------------------
+
+    def _to_rank_data(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
+        from slime.config.hooks import load_hook
+        from slime.data.batch import samples_to_columns
+        from slime.data.schedule import make_schedule, split_for_ranks
+
+        convert = load_hook(self._args, "custom_convert_samples_to_train_data_path")
+        columns = convert(self._args, samples) if convert is not None else samples_to_columns(self._args, samples)
+        schedule = make_schedule(
+            self._args,
+            total_lengths=columns["total_lengths"],
+            trained_tokens=[int(m.sum()) for m in columns["loss_masks"]],
+            rollout_ids=columns["rollout_ids"],
+            dp_size=self._layout.dp,
+        )
+        metrics = {"rollout/samples": float(len(samples)), "train/optimizer_steps": float(len(schedule.steps))}
+        return split_for_ranks(columns, schedule), metrics
+
+    def _log_samples(self, rollout_id: int, samples: list[Any], metrics: dict, seconds: float) -> dict[str, float]:
+        from slime.config.hooks import load_hook
+        from slime.observability.rollout_metrics import rollout_metrics
+        from slime.observability.samples import write_samples
+
+        if self._args.save_samples:
+            write_samples(self._args.run_dir, rollout_id, samples)
+        log = load_hook(self._args, "custom_rollout_log_function_path")
+        if log is not None and log(rollout_id, self._args, samples, metrics, seconds):
+            return {}
+        return rollout_metrics(self._args, samples)
+
+    def _save_debug(self, rollout_id: int, samples: list[Any]) -> None:
+        if self._args.save_debug_rollout_data:
+            from slime.observability.samples import save_sample_dump
+
+            save_sample_dump(self._args.save_debug_rollout_data.format(rollout_id=rollout_id), samples)
+
+    def _load_debug(self, rollout_id: int) -> list[Any] | None:
+        if not self._args.load_debug_rollout_data:
+            return None
+        from slime.observability.samples import load_sample_dump
+
+        return load_sample_dump(self._args.load_debug_rollout_data.format(rollout_id=rollout_id))
+
+
+RolloutManager: Any = ray.remote(_RolloutManager)
+
+
+def flatten(groups: list[Any]) -> list[Any]:
+    """Groups (possibly with fan-out lists inside) to one list of samples, order kept."""
+    out: list[Any] = []
+    for item in groups:
+        if isinstance(item, list | tuple):
+            out += flatten(list(item))
+        else:
+            out.append(item)
+    return out

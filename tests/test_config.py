@@ -1,0 +1,148 @@
+"""Flags: precedence, unknown names, derivation, and one clear line for each impossible combination."""
+
+import json
+import pickle
+
+import pytest
+
+from slime.config import Args, ConfigError, load_args, make_layout
+from slime.config.hf_config import load_hf_config, parse_hf_config
+from slime.config.parse import build_parser, parse_args
+
+TINY = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 24,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "vocab_size": 97,
+    "max_position_embeddings": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 12345.0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    return folder
+
+
+@pytest.fixture
+def base(model):
+    return [
+        "--device", "cpu", "--hf-checkpoint", str(model), "--prompt-data", str(model.parent / "p.jsonl"), "--rm-type", "exact",
+        "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "16",
+    ]  # fmt: skip
+
+
+def test_command_line_wins_over_yaml_over_default(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "lr: 1.0e-4\neps-clip: 0.1\nsave_samples: false\nrollout_stop: [a, b]\nsglang_mem_fraction_static: 0.5\n"
+    )
+    args = parse_args(["--config", str(file), "--eps-clip", "0.3"])
+    assert (args.lr, args.eps_clip, args.save_samples, args.rollout_stop) == (1e-4, 0.3, False, ["a", "b"])
+    assert args.eps_clip_high == 0.28 and args.sglang == {"mem_fraction_static": "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--n-sample-per-prompt", "3"], "did you mean --n-samples-per-prompt"),
+        (["--eps-cli", "0.1"], "unknown flag --eps-cli; did you mean --eps-clip"),  # no abbreviations
+        (["--sglang-mem-fraction", "0.8"], "did you mean --sglang-mem-fraction-static"),
+        (["--router-polisy", "random"], "did you mean --router-policy"),
+        (["stray"], "'stray' belongs to no flag"),
+        (["--lr", "fast"], "invalid float value: 'fast'"),
+        (["--loss-type", "nope"], "invalid choice: 'nope'"),
+    ],
+)
+def test_what_cannot_be_parsed_says_so(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_args(argv)
+
+
+def test_unknown_yaml_key_and_broken_yaml(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("learning_rate: 1\n")
+    with pytest.raises(ConfigError, match="unknown key 'learning_rate'"):
+        parse_args(["--config", str(file)])
+    file.write_text("- a list\n")
+    with pytest.raises(ConfigError, match="must hold `name: value` lines"):
+        parse_args(["--config", str(file)])
+
+
+def test_keys_of_the_users_own_file_are_attributes(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("my_weight: 0.5\n")
+    args = parse_args(["--custom-config-path", str(file)]).freeze()
+    assert args.my_weight == 0.5 and "my_weight" in args
+    assert pickle.loads(pickle.dumps(args)).my_weight == 0.5
+    with pytest.raises(AttributeError, match="read-only"):
+        args.lr = 1.0
+    with pytest.raises(AttributeError, match="neither a flag nor a key"):
+        _ = args.my_weigth
+    file.write_text("lr: 0.5\n")
+    with pytest.raises(ConfigError, match="'lr' is a flag"):
+        parse_args(["--custom-config-path", str(file)])
+
+
+def test_every_flag_is_in_help():
+    text = build_parser().format_help()
+    for name in Args():
+        if name not in ("extra", "sglang", "router"):
+            assert "--" + name.replace("_", "-") in text
+
+
+def test_derived_layout(base):
+    args = load_args([*base, "--tp", "2", "--pp", "2", "--num-steps-per-rollout", "3"])
+    layout = make_layout(args)
+    assert (layout.world_size, layout.dp, layout.num_engines, layout.total_ranks) == (4, 1, 1, 5)
+    assert (layout.global_batch_size, layout.steps_per_rollout, layout.last_step_samples) == (3, 3, 2)
+    assert args.rollout_max_context_len == 128 and args.rollout_max_prompt_len == 127
+    assert args.eps_clip_high == 0.28 and args.check_weights_interval == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tp", "4"], "does not divide the model's num_attention_heads 6"),
+        (["--pp", "3"], "does not divide the model's 4 layers"),
+        (["--tp", "2", "--actor-num-gpus-per-node", "3"], "no multiple of TP 2"),
+        (["--ep", "2"], "the model has no experts"),
+        (["--rollout-max-response-len", "128"], "leaves no room for a prompt"),
+        (["--rollout-max-context-len", "4096"], "over the model's max_position_embeddings 128"),
+        (["--global-batch-size", "9"], "more than a rollout yields"),
+        (["--over-sampling-batch-size", "2"], "below --rollout-batch-size"),
+        (["--num-steps-per-rollout", "9"], "more than the 8 samples"),
+        (["--use-kl-loss"], "give --kl-loss-coef"),
+        (["--kl-loss-coef", "0.1"], "no effect without --use-kl-loss"),
+        (["--kl-coef", "0.1"], "no effect with --advantage-estimator grpo"),
+        (["--eps-clip-c", "0.9"], "must be above 1"),
+        (["--n-samples-per-prompt", "1"], "every advantage is 0"),
+        (["--loss-type", "custom_loss"], "needs --custom-loss-path"),
+        (["--rm-type", "remote_rm"], "needs --rm-url"),
+        (["--rollout-temperature", "0"], "must be above 0"),
+        (["--rollout-batch-size", "0"], "it must be at least 1"),
+        (["--prompt-data", "nowhere.jsonl"], "--prompt-data nowhere.jsonl: no such file"),
+        (["--hf-checkpoint", "nowhere"], "--hf-checkpoint nowhere: no such folder"),
+        (["--eval-interval", "2"], "needs --eval-prompt-data"),
+    ],
+)
+def test_impossible_combinations_are_refused(base, more, message):
+    with pytest.raises(ConfigError, match=message):
+        load_args([*base, *more])
+
+
+def test_hf_config_of_old_and_new_files():
+    assert parse_hf_config(TINY).rope_theta == 12345.0 and parse_hf_config(TINY).qk_norm
+    old = {**TINY, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    del old["rope_parameters"]
+    config = parse_hf_config(old)
+    assert config.rope_theta == 5e5 and config.rope_scaling["factor"] == 8.0 and not config.qk_norm
+    assert parse_hf_config({**TINY, "model_type": "qwen2", "sliding_window": 64}).sliding_window is None
+    with pytest.raises(ConfigError, match="'hidden_size' is missing"):
+        parse_hf_config({"model_type": "llama", "num_attention_heads": 2})
+
+
+def test_model_folder_without_config(tmp_path):
+    with pytest.raises(ConfigError, match="there is no config.json in it"):
+        load_hf_config(tmp_path)
