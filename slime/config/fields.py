@@ -35,3 +35,9 @@ def group(title: str) -> Callable[[type], type]:
         return out
 
     return wrap
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of a field, whether given as a value or as a factory."""
+    factory: Any = field.default_factory
+    return field.default if field.default is not dataclasses.MISSING else factory()

@@ -16,6 +16,7 @@ import yaml
 
 from slime.config.args import Args
 from slime.config.errors import ConfigError
+from slime.config.fields import default_of
 from slime.config.groups import GROUPS
 
 # Files of the installed packages that declare their options, relative to the package.
@@ -36,11 +37,6 @@ def _value_type(hint: Any) -> tuple[Any, bool]:
     if typing.get_origin(hint) is list:
         return typing.get_args(hint)[0], True
     return hint, False
-
-
-def _default(field: dataclasses.Field) -> Any:
-    factory: Any = field.default_factory
-    return field.default if field.default is not dataclasses.MISSING else factory()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
     kind, is_list = _value_type(hint)
     meta = field.metadata
-    default = _default(field)
+    default = default_of(field)
     shown = "" if default is None or default == {} else f" (default: {default})"
     options: dict[str, Any] = {
         "dest": field.name,

@@ -3,6 +3,7 @@
 import dataclasses
 
 from slime.config.args import Args
+from slime.config.fields import default_of
 from slime.config.groups import GROUPS
 from slime.config.hf_config import HFConfig
 from slime.config.layout import Layout
@@ -20,9 +21,8 @@ def _flags(args: Args) -> str:
     for cls in GROUPS:
         shown = []
         for f in dataclasses.fields(cls):
-            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
             value = getattr(args, f.name)
-            if value != default:
+            if value != default_of(f):
                 shown.append(f"    --{f.name.replace('_', '-')} {value}")
         if shown:
             lines += [f"  {cls.group_title}", *shown]

@@ -1,6 +1,7 @@
 """Connecting to Ray: a running cluster where there is one, a local one otherwise."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 
@@ -31,7 +32,7 @@ def ray_session(args: Args, layout: Layout) -> Iterator[None]:
     # Workers print what users must see through the driver; Ray's own deduplication would hide ranks.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if address:
-        ray.init(address=address, log_to_driver=True, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     else:
         check_local_cores(args, layout)
         ray.init(
@@ -41,7 +42,7 @@ def ray_session(args: Args, layout: Layout) -> Iterator[None]:
             object_store_memory=512 * 1024**2 if args.device == "cpu" else None,
             include_dashboard=False,
             log_to_driver=True,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )
     try:
         yield

@@ -63,8 +63,8 @@ def _wait(group: PlacementGroup, count: int, kind: str, timeout: float) -> None:
             free = ray.available_resources().get(kind, 0)
             remove_placement_group(group)
             raise ConfigError(
-                f"placement: the run needs {count} {kind}s; the Ray cluster has {have:g} on {len(alive_nodes())} nodes, "
-                f"{free:g} of them free, and {count - free:g} did not come within {timeout:g} s "
+                f"placement: the run needs {count} {kind}s; the Ray cluster has {have:g} on {len(alive_nodes())} "
+                f"nodes, {free:g} of them free, and {count - free:g} did not come within {timeout:g} s "
                 "(--placement-timeout). Add nodes, stop other jobs, or lower the layout"
             )
 
