@@ -184,7 +184,7 @@ class AlgorithmArgs:
     custom_advantage_function_path: str | None = arg(None, "sets advantages and returns in place", hook="args, rollout_data")
     custom_tis_function_path: str | None = arg(
         None, "importance weights between engine and trainer",
-        hook="args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths",
+        hook="*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths",
     )
     custom_pg_loss_reducer_function_path: str | None = arg(
         None, "aggregation of the policy loss", hook="total_lengths, response_lengths, loss_masks, calculate_per_token_loss"

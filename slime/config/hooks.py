@@ -44,7 +44,9 @@ def load_by_path(path: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         have = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ConfigError(f"{path!r}: module {module_name!r} has no {name!r}; it has {', '.join(have) or 'none'}") from None
+        raise ConfigError(
+            f"{path!r}: module {module_name!r} has no {name!r}; it has {', '.join(have) or 'none'}"
+        ) from None
 
 
 def check_hook(flag: str, path: str, function: Any, hook: str) -> None:

@@ -34,7 +34,9 @@ class PromptFile:
             return cls(Path(os.path.expanduser(spec)))
         path, bounds = match.groups()
         if not re.fullmatch(r"\s*-?\d*\s*:\s*-?\d*\s*", bounds):
-            raise ValueError(f"{spec}: the slice [{bounds}] is not understood; write file@[first:last], e.g. file@[0:100]")
+            raise ValueError(
+                f"{spec}: the slice [{bounds}] is not understood; write file@[first:last], e.g. file@[0:100]"
+            )
         start, stop = (int(b) if b.strip() else None for b in bounds.split(":"))
         return cls(Path(os.path.expanduser(path)), start, stop)
 
@@ -91,9 +93,14 @@ class PromptDataset:
         kept, overlong = _split_by_length([place for place, _ in rows], samples, _prompt_limit(args), tokenizer)
         if overlong:
             place, length = overlong[0]
-            what = f"{len(overlong)} of {len(rows)} prompts are longer than {_prompt_limit(args)} tokens (first: {place}, {length})"
+            what = (
+                f"{len(overlong)} of {len(rows)} prompts are longer than {_prompt_limit(args)} tokens "
+                f"(first: {place}, {length} tokens)"
+            )
             if args.overlong_prompt == "error":
-                raise ValueError(f"{what}; raise --rollout-max-prompt-len or leave them out with --overlong-prompt skip")
+                raise ValueError(
+                    f"{what}; raise --rollout-max-prompt-len or leave them out with --overlong-prompt skip"
+                )
             if not kept:
                 raise ValueError(f"{spec}: {what}: nothing is left; raise --rollout-max-prompt-len")
             logger.warning("%s: left out (--overlong-prompt skip)", what)
@@ -202,7 +209,7 @@ def _prompt_limit(args: Any) -> int | None:
 def _split_by_length(
     places: list[str], samples: list[Sample], limit: int | None, tokenizer: Any
 ) -> tuple[list[Sample], list[tuple[str, int]]]:
-    """Samples within the limit, and (place, tokens) of those over it. Chat messages left unrendered are not measured."""
+    """Samples within the limit, and (place, tokens) of those over it. Unrendered chat messages are not measured."""
     if limit is None or tokenizer is None:
         return samples, []
     texts = [(i, s.prompt) for i, s in enumerate(samples) if isinstance(s.prompt, str)]

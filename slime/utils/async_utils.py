@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -39,3 +39,15 @@ def get_async_loop() -> AsyncLoopThread:
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine from synchronous code and returns its result (or raises its exception)."""
     return get_async_loop().run(coroutine)
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. When one fails, the others are cancelled and waited for before its exception goes on."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

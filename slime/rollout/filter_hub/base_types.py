@@ -13,7 +13,9 @@ class DynamicFilterOutput:
     reason: str | None = None
 
 
-def call_dynamic_filter(function: Callable[..., Any] | None, args: Any, samples: list[Any], **kwargs: Any) -> DynamicFilterOutput:
+def call_dynamic_filter(
+    function: Callable[..., Any] | None, args: Any, samples: list[Any], **kwargs: Any
+) -> DynamicFilterOutput:
     """The filter's verdict; without a filter every group is kept. A bare bool is wrapped."""
     if function is None:
         return DynamicFilterOutput(True)

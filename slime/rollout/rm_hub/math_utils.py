@@ -53,7 +53,7 @@ def compare_numbers(answer: str, truth: str) -> bool | None:
         return None
     if left == right:
         return True
-    return False if abs(left - right) > CLOSE * max(1, abs(right)) else None
+    return False if abs(left - right) > CLOSE * max(1.0, float(abs(right))) else None
 
 
 async def math_reward(response: str, label: object, timeout: float) -> float:
