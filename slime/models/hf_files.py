@@ -1,0 +1,202 @@
+"""Hugging Face folders: reading slices of safetensors, comparing them with a declaration, writing complete folders."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.config.errors import ConfigError
+from slime.models.table import WeightTable
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Not weights: tables that older checkpoints saved and that the model computes itself.
+_COMPUTED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".merges"}
+_SHOWN = 20
+
+
+class HFFolder:
+    """The tensors of a Hugging Face folder. Opens files when they are needed and reads only the rows asked for.
+
+    Raises ConfigError for a folder without safetensors, an index that names a missing file, or a damaged file.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+        self._files: dict[str, Any] = {}
+        self._where = self._locate()
+
+    def _locate(self) -> dict[str, str]:
+        """File by tensor name."""
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                where = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{index}: cannot be read as an index of tensors ({error!r})") from None
+            missing = sorted({file for file in where.values() if not (self.folder / file).is_file()})
+            if missing:
+                raise ConfigError(
+                    f"{index}: names {', '.join(missing[:3])}, not in the folder; is the download complete?"
+                )
+            for name, file in where.items():
+                if name not in self._names_in(file):
+                    raise ConfigError(f"{index}: says that {name} is in {file}, which does not have it")
+            return where
+        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if files:
+            return {name: file for file in files for name in self._names_in(file)}
+        other = sorted(p.name for p in self.folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".gguf", ".h5"})
+        if other:
+            raise ConfigError(
+                f"{self.folder}: has {other[0]} but no *.safetensors; pickled weights are not read, because they "
+                "can run code: convert them with transformers' save_pretrained"
+            )
+        raise ConfigError(f"{self.folder}: there are no *.safetensors in it")
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(str(self.folder / file), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{self.folder / file}: damaged or incomplete ({error})") from None
+        return self._files[file]
+
+    def _names_in(self, file: str) -> set[str]:
+        return set(self._open(file).keys())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._where[name]).get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._slice(name).get_dtype()]
+
+    def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows [start, stop) along `axis`; nothing else is read from the file."""
+        handle = self._slice(name)
+        if start == 0 and (stop is None or stop == self.shape(name)[axis]):
+            return self._open(self._where[name]).get_tensor(name)
+        return handle[start:stop] if axis == 0 else handle[:, start:stop]
+
+    def nbytes(self) -> int:
+        return sum(math.prod(self.shape(n)) * self.dtype(n).itemsize for n in self.names)
+
+
+def check_folder(table: WeightTable, folder: HFFolder) -> None:
+    """Compares the folder with the declaration, tensor by tensor. Raises one ConfigError that lists all differences."""
+    want = table.hf_shapes()
+    optional = {"lm_head.weight"} if table.config.tie_word_embeddings else set()
+    faults = []
+    have = set(folder.names)
+    for name, shape in want.items():
+        if name not in have:
+            faults.append(f"{name} {list(shape)}: missing")
+        elif folder.shape(name) != shape:
+            faults.append(f"{name}: config.json gives {list(shape)}, the file has {list(folder.shape(name))}")
+    for name in folder.names:
+        if name not in want and name not in optional and not name.endswith(_COMPUTED):
+            faults.append(
+                f"{name} {list(folder.shape(name))}: not a tensor of a {table.config.model_type} with this config.json"
+            )
+    if faults:
+        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        lines = "\n  ".join(faults[:_SHOWN] + more)
+        raise ConfigError(f"{folder.folder}: config.json and weights disagree in {len(faults)} tensors:\n  {lines}")
+
+
+def plan_files(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int) -> list[list[str]]:
+    """Names of tensors per file, in order, each file at most `max_bytes` unless one tensor alone is larger."""
+    files: list[list[str]] = []
+    used = max_bytes
+    for name, shape in shapes.items():
+        n = math.prod(shape) * itemsize
+        if used + n > max_bytes or not files:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += n
+    return files
+
+
+class SafetensorsWriter:
+    """Writes one .safetensors file tensor by tensor, in the order given, so that only one tensor is in memory.
+
+    The format: length of the header (8 bytes, little endian), the header as JSON, the bytes (safetensors' README).
+    """
+
+    def __init__(self, path: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in shapes.items():
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        self._left = [(name, tuple(shape)) for name, shape in reversed(list(shapes.items()))]
+        self._dtype = dtype
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data starts aligned
+        self._file = open(path, "wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, name: str, tensor: torch.Tensor) -> bool:
+        """Writes the next tensor; True when the file is complete (and closed)."""
+        want, shape = self._left.pop()
+        if (name, tuple(tensor.shape)) != (want, shape):
+            raise ValueError(
+                f"{self._file.name}: {name} {list(tensor.shape)} came where {want} {list(shape)} was planned"
+            )
+        data = tensor.detach().to("cpu", self._dtype).contiguous()
+        self._file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        if self._left:
+            return False
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return True
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Everything of a Hugging Face folder but its weights: config (with the dtype written), tokenizer, templates."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+    config_path = target / "config.json"
+    config = json.loads(config_path.read_text())
+    keys: Iterable[str] = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config.update({key: str(dtype).removeprefix("torch.") for key in keys})
+    config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Puts a finished folder in the place of `target`, which is complete before and after."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,234 @@
+"""A running Megatron model as Hugging Face tensors: loading a folder into it, reading tensors out of it.
+
+Every rank handles only what it holds. Layouts need no arithmetic here: a layer knows its global number, and the rest
+follows from the declaration (`slime/models/<family>.py`).
+"""
+
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.config.hf_config import HFConfig
+from slime.models.families import model_table
+from slime.models.hf_files import HFFolder, check_folder
+from slime.models.table import Bound, WeightTable
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank in its pipeline stage. tp: tensor, etp: expert tensor, ep: expert parallel.
+
+    is_source: the one rank of the stage that receives whole tensors. in_dense, in_expert: whether this rank takes part
+    in gathering dense, or expert, parameters (one replica of each does).
+    """
+
+    tp: int
+    tp_rank: int
+    etp: int
+    etp_rank: int
+    ep: int
+    ep_rank: int
+    in_dense: bool
+    in_expert: bool
+    dense_group: Any
+    expert_group: Any
+
+    @property
+    def is_source(self) -> bool:
+        return self.in_dense and self.tp_rank == 0
+
+
+def model_ranks() -> Ranks:
+    """From Megatron's parallel state."""
+    from megatron.core import parallel_state as mpu  # the model exists, so Megatron is loaded and adapted
+
+    return Ranks(
+        tp=mpu.get_tensor_model_parallel_world_size(),
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        etp=mpu.get_expert_tensor_parallel_world_size(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        ep=mpu.get_expert_model_parallel_world_size(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        in_dense=mpu.get_data_parallel_rank(with_context_parallel=True) == 0,
+        in_expert=mpu.get_expert_data_parallel_rank() == 0,
+        dense_group=mpu.get_tensor_model_parallel_group(),
+        expert_group=mpu.get_expert_tensor_and_model_parallel_group(),
+    )
+
+
+@dataclass(frozen=True)
+class LiveParam:
+    """A parameter of the running model and its declaration. tensor: this rank's shard."""
+
+    bound: Bound
+    tensor: torch.Tensor
+
+
+def live_params(
+    model_chunks: Sequence[torch.nn.Module], table: WeightTable, ranks: Ranks, skip: Container[str] = ()
+) -> list[LiveParam]:
+    """All parameters of this rank. skip: Megatron names that the declaration does not know (a value head).
+
+    Raises KeyError for a parameter without declaration, ValueError for a declared one that a layer lacks.
+    """
+    out = []
+    for chunk in model_chunks:
+        model = unwrap(chunk)
+        numbers = _layer_numbers(model)
+        names: dict[int, set[str]] = {layer: set() for layer in numbers.values()}
+        for local_name, tensor in model.named_parameters():
+            if local_name in skip:
+                continue
+            bound = _global(local_name, numbers, table, ranks)
+            out.append(LiveParam(bound, tensor.data))
+            if bound.layer is not None:
+                names[bound.layer].add(bound.name)
+        for layer, have in names.items():
+            want = {e.name for e in table.layer_entries(layer) if e.expert is None or _is_mine(e.expert, table, ranks)}
+            if want - have:
+                raise ValueError(f"the model's layer {layer} lacks {', '.join(sorted(want - have))}")
+    return out
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def _layer_numbers(model: torch.nn.Module) -> dict[str, int]:
+    """Global layer number (from 0) by the module's name, as "decoder.layers.0"."""
+    found = {}
+    for name, module in model.named_modules():
+        if name.startswith("decoder.layers.") and name.count(".") == 2:
+            found[name] = int(module.layer_number) - 1  # type: ignore[arg-type]
+    return found
+
+
+def _experts_per_rank(table: WeightTable, ranks: Ranks) -> int:
+    return (table.config.num_experts or 0) // ranks.ep
+
+
+def _is_mine(expert: int, table: WeightTable, ranks: Ranks) -> bool:
+    return expert // _experts_per_rank(table, ranks) == ranks.ep_rank
+
+
+def _global(local_name: str, numbers: dict[str, int], table: WeightTable, ranks: Ranks) -> Bound:
+    """The declaration of a parameter, from its name with local numbers of layer and expert."""
+    parts = local_name.split(".")
+    layer = numbers.get(".".join(parts[:3]))
+    if layer is not None:
+        parts[2] = str(layer)
+    bound = table.find(".".join(parts))
+    if bound.expert is not None:
+        bound = bound.with_expert(bound.expert + ranks.ep_rank * _experts_per_rank(table, ranks))
+    return bound
+
+
+def load_hf_into(
+    model_chunks: Sequence[torch.nn.Module], hf_folder: str | Path, hf_config: HFConfig, args: Any,
+    *, skip: Container[str] = (),
+) -> None:  # fmt: skip
+    """Fills the model from a Hugging Face folder, whatever the layout; each rank reads only the rows it holds.
+
+    model_chunks: of this rank, bare or wrapped. Tensors are cast to the parameters' dtype. skip: Megatron names to
+    leave alone (a value head). No communication. An optimizer that already holds float32 copies must reload them.
+    Raises ConfigError, listing every difference, when folder and config.json disagree.
+    """
+    table = model_table(hf_config, args)
+    folder = HFFolder(hf_folder)
+    check_folder(table, folder)
+    ranks = model_ranks()
+    for live in live_params(model_chunks, table, ranks, skip):
+        bound, param = live.bound, live.bound.param
+        tp, rank = (ranks.etp, ranks.etp_rank) if param.expert else (ranks.tp, ranks.tp_rank)
+        param.load(live.tensor, tp, rank, _reader(folder, bound))
+
+
+def _reader(folder: HFFolder, bound: Bound) -> Callable[[int, int, int], torch.Tensor]:
+    return lambda source, start, stop: folder.read(bound.hf_names[source], bound.param.form.axis, start, stop)
+
+
+def exported_shapes(
+    model_chunks: Sequence[torch.nn.Module], table: WeightTable, ranks: Ranks
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what `iter_hf_weights` yields on this stage's source, in its order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for live in live_params(model_chunks, table, ranks):
+        if live.bound.param.exported:
+            for bound in _siblings(live.bound, table, ranks):
+                shapes.update(zip(bound.hf_names, (t.shape for t in bound.param.hf), strict=True))
+    return shapes
+
+
+def _siblings(bound: Bound, table: WeightTable, ranks: Ranks) -> list[Bound]:
+    """The same parameter of every expert-parallel rank; itself alone for a dense one."""
+    if bound.expert is None:
+        return [bound]
+    each = _experts_per_rank(table, ranks)
+    return [bound.with_expert(bound.expert % each + ep_rank * each) for ep_rank in range(ranks.ep)]
+
+
+def iter_hf_weights(
+    model_chunks: Sequence[torch.nn.Module], hf_config: HFConfig, args: Any, *, dtype: torch.dtype | None = None,
+    batch_bytes: int = 256 * 1024**2,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """(Hugging Face name, full tensor) of this pipeline stage, on the stage's source rank; other ranks get nothing.
+
+    Collective over the stage: every rank must run it to the end. Tensors are without vocabulary padding, in `dtype`
+    (None: the model's own), on the model's device; they may be views of the parameters, so do not keep or change them.
+    batch_bytes: size of one gather; bounds the extra memory to that times the tensor-parallel size.
+    """
+    table, ranks = model_table(hf_config, args), model_ranks()
+    params = [live for live in live_params(model_chunks, table, ranks) if live.bound.param.exported]
+    for batch in _batches(params, batch_bytes):
+        expert = batch[0].bound.param.expert
+        if not (ranks.in_expert if expert else ranks.in_dense):
+            continue
+        group, size = (ranks.expert_group, ranks.etp * ranks.ep) if expert else (ranks.dense_group, ranks.tp)
+        gathered = _gather([live.tensor for live in batch if live.bound.param.form.cut or expert], group, size)
+        if not ranks.is_source:
+            continue
+        shards = iter(gathered)
+        for live in batch:
+            mine = next(shards) if live.bound.param.form.cut or expert else [live.tensor] * size
+            for number, bound in enumerate(_siblings(live.bound, table, ranks)):
+                tp = ranks.etp if expert else ranks.tp
+                tensors = bound.param.unload(mine[number * tp : (number + 1) * tp])
+                for name, tensor in zip(bound.hf_names, tensors, strict=True):
+                    yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def _batches(params: Sequence[LiveParam], batch_bytes: int) -> Iterator[list[LiveParam]]:
+    """Runs of parameters of one dtype and kind, up to `batch_bytes`; the same on every rank of the stage."""
+    kind = lambda live: (live.bound.param.expert, live.tensor.dtype)  # noqa: E731
+    for _, run in itertools.groupby(params, kind):
+        batch: list[LiveParam] = []
+        used = 0
+        for live in run:
+            if batch and used + live.tensor.nbytes > batch_bytes:
+                yield batch
+                batch, used = [], 0
+            batch.append(live)
+            used += live.tensor.nbytes
+        yield batch
+
+
+def _gather(tensors: list[torch.Tensor], group: Any, size: int) -> list[list[torch.Tensor]]:
+    """Each tensor's shards of all ranks of the group, on its first rank; nothing elsewhere. One collective for all."""
+    if size == 1 or not tensors:
+        return [[tensor] for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    root = dist.get_process_group_ranks(group)[0]
+    buffers = [torch.empty_like(flat) for _ in range(size)] if dist.get_rank() == root else None
+    dist.gather(flat, buffers, dst=root, group=group)
+    if buffers is None:
+        return []
+    sizes = [tensor.numel() for tensor in tensors]
+    pieces = [buffer.split(sizes) for buffer in buffers]
+    return [[rank[i].view(tensor.shape) for rank in pieces] for i, tensor in enumerate(tensors)]

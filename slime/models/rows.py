@@ -1,0 +1,149 @@
+"""How the rows of Hugging Face tensors become the rows of one Megatron tensor, as an algebra of runs.
+
+Every conversion of a weight is, along one axis, a rearrangement of rows: query, key and value rows of one group lie
+together, each rank has its gate rows before its up rows, the vocabulary ends in zero rows. So a conversion is not code
+that moves tensors but a list of runs that says where each row comes from. Loading, saving, the shard of any rank and
+the inverse all follow from that list, and can be checked without a tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows [start, stop) of tensor number `source`, or as many zero rows where `source` is PADDING."""
+
+    source: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+Rows = tuple[Run, ...]
+
+
+def size(rows: Rows) -> int:
+    return sum(len(run) for run in rows)
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """One after the other; runs that continue each other become one."""
+    out: list[Run] = []
+    for run in (run for part in parts for run in part if len(run)):
+        if out and out[-1].source == run.source and out[-1].stop == run.start:
+            out[-1] = Run(run.source, out[-1].start, run.stop)
+        else:
+            out.append(run)
+    return tuple(out)
+
+
+def split(rows: Rows, parts: int) -> list[Rows]:
+    """Equal cuts, in order. Raises ValueError when the rows do not divide."""
+    total = size(rows)
+    if total % parts:
+        raise ValueError(f"{total} rows do not divide into {parts} equal parts")
+    each = total // parts
+    out: list[list[Run]] = [[] for _ in range(parts)]
+    at = 0
+    for run in rows:
+        start = run.start
+        while start < run.stop:
+            part, used = divmod(at, each)
+            n = min(run.stop - start, each - used)
+            out[part].append(Run(run.source, start, start + n))
+            start, at = start + n, at + n
+    return [tuple(part) for part in out]
+
+
+class Step:
+    """One transform of a `Form`: from parts (rows each) to parts, for `tp` ranks."""
+
+    def __call__(self, parts: list[Rows], tp: int) -> list[Rows]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Interleave(Step):
+    """Cuts each part into `units` equal pieces and lays pieces of the same number side by side: q k v | q k v | ...
+
+    units None: one per rank, so that each rank holds its piece of every part, one part after the other (gate, then up).
+    """
+
+    units: int | None
+
+    def __call__(self, parts: list[Rows], tp: int) -> list[Rows]:
+        pieces = [split(part, self.units or tp) for part in parts]
+        return [join([piece for unit in zip(*pieces, strict=True) for piece in unit])]
+
+
+@dataclass(frozen=True)
+class Pad(Step):
+    """Appends zero rows until the size is a multiple of `multiple` times the number of ranks."""
+
+    multiple: int
+
+    def __call__(self, parts: list[Rows], tp: int) -> list[Rows]:
+        return [join([part, (Run(PADDING, 0, -size(part) % (self.multiple * tp)),)]) for part in parts]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How some tensors become one: `steps` rearrange rows of dimension `axis`, then the ranks get equal cuts of it.
+
+    cut False: every rank holds the whole (norms, routers).
+    """
+
+    steps: tuple[Step, ...] = ()
+    axis: int = 0
+    cut: bool = True
+
+    def shards(self, sizes: Sequence[int], tp: int) -> list[Rows]:
+        """Rows that each of `tp` ranks holds. sizes: of the sources along `axis`. ValueError if they do not fit."""
+        parts: list[Rows] = [(Run(i, 0, n),) for i, n in enumerate(sizes)]
+        for step in self.steps:
+            parts = step(parts, tp)
+        rows = join(parts)
+        return split(rows, tp) if self.cut else [rows] * tp
+
+
+ReadRows = Callable[[int, int, int], torch.Tensor]
+
+
+def fill(out: torch.Tensor, rows: Rows, axis: int, read: ReadRows) -> None:
+    """Writes `rows` into `out`. read(source, start, stop): rows of a source, in any dtype; padding becomes zero."""
+    at = 0
+    for run in rows:
+        target = out.narrow(axis, at, len(run))
+        if run.source == PADDING:
+            target.zero_()
+        else:
+            target.copy_(read(run.source, run.start, run.stop))
+        at += len(run)
+
+
+def merge(shards: Sequence[torch.Tensor], rows: Sequence[Rows], axis: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The inverse of `fill` over all ranks: the source tensors. Padding is dropped.
+
+    A source that lies in one piece in one shard is returned as a view of it, without a copy.
+    """
+    pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in sizes]
+    for shard, shard_rows in zip(shards, rows, strict=True):
+        at = 0
+        for run in shard_rows:
+            if run.source != PADDING:
+                pieces[run.source].append((run.start, shard.narrow(axis, at, len(run))))
+            at += len(run)
+    out = []
+    for found, total in zip(pieces, sizes, strict=True):
+        found.sort(key=lambda piece: piece[0])
+        if sum(piece.shape[axis] for _, piece in found) != total:
+            raise ValueError(f"{total} rows wanted, {sum(p.shape[axis] for _, p in found)} rows found in the shards")
+        out.append(found[0][1] if len(found) == 1 else torch.cat([piece for _, piece in found], axis))
+    return out
