@@ -1,0 +1,290 @@
+"""`MegatronTrainActor`: one rank of the trainer, from first weights to last checkpoint. Ray wraps it; tests do not."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils import checkpoint, data, device, train_step
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from slime.backends.megatron_utils.model import (
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    transformer_config,
+    unwrap,
+    wrap_model,
+)
+from slime.backends.megatron_utils.parallel import init_parallel
+from slime.backends.megatron_utils.update_weight import WeightUpdater
+from slime.config.errors import ConfigError
+from slime.config.hf_config import load_hf_config
+from slime.models import load_hf_into, save_hf
+from slime.utils.misc import load_function
+
+
+@dataclasses.dataclass(frozen=True)
+class InitInfo:
+    """What the driver learns of a rank. start_rollout_id: the first rollout to run (after a resume, the next one)."""
+
+    start_rollout_id: int
+    dp_rank: int
+    dp_size: int
+    is_metrics_rank: bool
+    rank: int
+    loaded_from: str
+
+
+class MegatronTrainActor:
+    """Every method is collective: all ranks call it, in the same order."""
+
+    def __init__(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._master = (master_addr, master_port)
+        self._updater: WeightUpdater | None = None
+        self._checkpoint: Path | None = None
+
+    def init(self, args: Any, role: str = "actor") -> InitInfo:
+        """Joins the process groups, builds the model and loads it: from --load if it holds a checkpoint, else from HF.
+
+        role: only "actor" exists so far. Raises ConfigError for what cannot work.
+        """
+        if role != "actor":
+            raise ConfigError(f"role {role!r} is not built yet: the trainer has no critic (--advantage-estimator ppo)")
+        if args.context_parallel_size > 1:
+            raise ConfigError("--context-parallel-size: context parallelism is not built yet, use 1")
+        device.is_cpu(args)  # refuses a --device that this process does not have
+        self.args = args
+        self.hf = load_hf_config(args.hf_checkpoint)
+        self.ranks = init_parallel(args, self.rank, self.world_size, *self._master, num_layers=self.hf.num_layers)
+        if args.custom_megatron_init_path:
+            load_function(args.custom_megatron_init_path)(args)
+
+        config = transformer_config(args, self.hf)
+        config.perform_initialization = False  # every weight comes from a file
+        chunks = build_model(args, self.hf, config)
+        found = checkpoint.latest_checkpoint(args.load)
+        self._ref = self._load_reference(chunks)
+        if found is None:
+            load_hf_into(chunks, args.hf_checkpoint, self.hf, args)
+        self.model = wrap_model(args, chunks)
+        self.optimizer = build_optimizer(args, self.model)
+        self.scheduler = build_scheduler(args, self.optimizer, total_steps=_total_steps(args))
+        start, source = 0, str(args.hf_checkpoint)
+        if found is not None:
+            path, rollout_id = found
+            source = str(path)
+            if args.finetune:
+                checkpoint.load_checkpoint(path, self.model)
+                self.optimizer.reload_model_params()
+            else:
+                checkpoint.load_checkpoint(path, self.model, self.optimizer, self.scheduler)
+                start, self._checkpoint = rollout_id + 1, path
+        if args.start_rollout_id is not None:
+            start = args.start_rollout_id
+        return InitInfo(
+            start_rollout_id=start,
+            dp_rank=self.ranks.dp_rank,
+            dp_size=self.ranks.dp_size,
+            is_metrics_rank=self.ranks.is_metrics_rank,
+            rank=self.rank,
+            loaded_from=source,
+        )
+
+    def _load_reference(self, chunks: list[Any]) -> list[torch.Tensor] | None:
+        """The reference model's parameters on the host, in the order of `_parameters`; None when nothing needs them."""
+        if not (self.args.kl_coef or self.args.use_kl_loss):
+            return None
+        folder = self.args.ref_load or self.args.hf_checkpoint
+        found = checkpoint.latest_checkpoint(folder)
+        if found is not None:
+            checkpoint.load_checkpoint(found[0], chunks)
+        else:
+            load_hf_into(chunks, folder, self.hf, self.args)
+        return [p.detach().to("cpu", copy=True) for p in _parameters(chunks)]
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Inside, the model computes with the reference's weights; the actor's stay where they are, untouched."""
+        assert self._ref is not None
+        params = list(_parameters(self.model))
+        own = [p.data for p in params]
+        try:
+            for param, ref in zip(params, self._ref, strict=True):
+                param.data = ref.to(param.device, non_blocking=True)
+            yield
+        finally:
+            for param, data_ in zip(params, own, strict=True):
+                param.data = data_
+
+    def train(self, rollout_id: int, rank_data: Any) -> dict[str, float]:
+        """All optimizer steps of one rollout on this rank's share (RankData).
+
+        Returns metrics: on the metrics rank the whole run's, elsewhere what that rank knows. Keys: `train/...` (mean
+        over the rollout's steps; `train/steps`), `rollout/...` (log-probs and advantages), `perf/..._time` in seconds.
+        """
+        args, timers = self.args, _Timers()
+        columns = data.to_device(rank_data.columns)
+        columns["sample_denominators"] = list(rank_data.sample_denominators)
+        multiple = self.ranks.tp_size if self.model[0].config.sequence_parallel else 1
+        plans = [self._pad(step.micro_batches) for step in rank_data.steps]
+        metrics: dict[str, float] = {}
+
+        if args.loss_type != "sft_loss":
+            passes = self._log_prob_plan(columns, plans)
+            if self._ref is not None:
+                with timers("ref_log_probs_time"), self._reference_weights():
+                    columns |= self._log_probs(columns, passes, multiple, "ref_log_probs", "ref_")
+            with timers("log_probs_time"):
+                columns |= self._log_probs(columns, passes, multiple, "log_probs", "")
+            if self.ranks.is_last_stage:
+                with timers("advantages_time"):
+                    compute_advantages_and_returns(args, columns)
+                metrics |= _gap_metrics(columns)
+        if args.rollout_data_postprocess_path:
+            load_function(args.rollout_data_postprocess_path)(args, rollout_id, columns)
+
+        with timers("train_time"):
+            metrics |= self._steps(rollout_id, rank_data.steps, columns, plans, multiple)
+        return metrics | self._perf(timers, columns)
+
+    def _steps(
+        self, rollout_id: int, steps: list[Any], columns: dict[str, Any], plans: list[Any], multiple: int
+    ) -> dict[str, float]:
+        args = self.args
+        before = args.custom_megatron_before_train_step_hook_path
+        hook = load_function(before) if before else None
+        results = []
+        for step_id, (step, plan) in enumerate(zip(steps, plans, strict=True)):
+            if hook is not None:
+                hook(args, rollout_id, step_id, self.model, self.optimizer, self.scheduler)
+            batches = data.MicroBatches(columns, plan, multiple)
+            results.append(train_step.train_one_step(args, self.model, self.optimizer, self.scheduler, batches, step))
+        return mean_over_steps(results)
+
+    def _pad(self, micro_batches: list[list[int]]) -> list[list[int]]:
+        return data.pad_count(micro_batches, self.ranks.pp_size if self.ranks.vp_size > 1 else 1)
+
+    def _log_prob_plan(self, columns: dict[str, Any], plans: list[Any]) -> list[list[int]]:
+        """Micro-batches of the passes without gradient: the training's own, or joined up to their own token limit."""
+        args = self.args
+        joined = [samples for plan in plans for samples in plan]
+        limit = args.log_probs_max_tokens_per_gpu
+        if limit is None or limit <= args.max_tokens_per_gpu or not args.use_dynamic_batch_size:
+            return joined
+        packed = data.repack(columns["total_lengths"], joined, limit * self.ranks.cp_size)
+        packed += [[] for _ in range(train_step.max_over_data_ranks(len(packed)) - len(packed))]
+        return self._pad(packed)
+
+    def _log_probs(
+        self, columns: dict[str, Any], plan: list[list[int]], multiple: int, name: str, prefix: str
+    ) -> dict[str, list[torch.Tensor]]:
+        before = self.args.custom_megatron_before_log_prob_hook_path
+        if before:
+            load_function(before)(self.args, self.model, prefix)
+        batches = data.MicroBatches(columns, plan, multiple)
+        out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]))
+        return {name: out["log_probs"]} if out else {}
+
+    def _perf(self, timers: "_Timers", columns: dict[str, Any]) -> dict[str, float]:
+        tokens = train_step.sum_over_data_ranks(float(sum(columns["total_lengths"])))
+        trained = timers.seconds.get("train_time", 0.0)
+        out = {f"perf/{name}": seconds for name, seconds in timers.seconds.items()}
+        out["perf/train_tokens"] = tokens
+        out["perf/train_tokens_per_s"] = tokens / trained if trained else 0.0
+        return out
+
+    def connect_engines(self, engines: list[Any]) -> None:
+        """Joins the engines' weight-update groups. engines: list of EngineEndpoint, the same on all ranks."""
+        if self._updater is None:
+            self._updater = WeightUpdater(self.args, self.model, self.hf)
+        self._updater.connect(engines)
+
+    def update_weights(self, version: int) -> Any:
+        """Pushes this version of the weights to the connected engines; the receipt, on the rank that has one."""
+        if self._updater is None:
+            raise RuntimeError("update_weights before connect_engines")
+        return self._updater.update(version)
+
+    def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> str:
+        """Writes a checkpoint under --save; the next start continues with rollout_id + 1. Returns its path."""
+        path = checkpoint.save_checkpoint(
+            self.args.save, rollout_id, self.model, self.optimizer, self.scheduler, extra_state, self.args.keep_last
+        )
+        return str(path)
+
+    def save_hf(self, folder: str) -> None:
+        """Writes the weights as a Hugging Face folder, with the config and tokenizer of --hf-checkpoint."""
+        save_hf(self.model, folder, self.hf, self.args)
+
+    def load_extra_state(self) -> dict[str, Any] | None:
+        """The extra_state of the checkpoint this run resumed from; None when it did not resume."""
+        return checkpoint.load_extra_state(self._checkpoint) if self._checkpoint else None
+
+
+class _Timers:
+    """Seconds per phase, the GPU's work included."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        device.synchronize()
+        start = time.perf_counter()
+        yield
+        device.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _parameters(chunks: list[Any]) -> Iterator[torch.nn.Parameter]:
+    for chunk in chunks:
+        yield from unwrap(chunk).parameters()
+
+
+def _total_steps(args: Any) -> int:
+    """Optimizer steps of the whole run."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    per_rollout = -(-samples // args.global_batch_size) if args.global_batch_size else 1
+    return (args.num_rollout or 1) * per_rollout
+
+
+def mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
+    """One value per metric of a rollout: the mean over its steps, the largest for `*_max`, the last for the lr."""
+    out: dict[str, float] = {"train/steps": float(len(results))}
+    for name in dict.fromkeys(name for result in results for name in result):
+        values = [result[name] for result in results if name in result]
+        out[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    if results:
+        out["train/lr"] = results[-1]["train/lr"]
+    return out
+
+
+def _gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
+    """Gap between trainer and engine over trained tokens of all ranks: mean |d|, k3, max |d|; d = trainer - engine.
+
+    k3 = exp(-d) - 1 + d estimates KL(engine || trainer) (Schulman, "Approximating KL divergence"). Collective over
+    the data-parallel ranks. Empty when samples carry no engine log-probs.
+    """
+    if "rollout_log_probs" not in columns:
+        return {}
+    sums = torch.zeros(3, dtype=torch.float64)
+    largest = 0.0
+    for new, old, mask in zip(columns["log_probs"], columns["rollout_log_probs"], columns["loss_masks"], strict=True):
+        gap = (new.double() - old.to(new.device).double())[mask > 0]
+        if gap.numel():
+            k3 = torch.expm1(-gap) + gap
+            sums += torch.stack([gap.abs().sum(), k3.sum(), gap.new_tensor(gap.numel())]).cpu()
+            largest = max(largest, float(gap.abs().max()))
+    total = [train_step.sum_over_data_ranks(float(x)) for x in sums]
+    largest = train_step.max_over_data_ranks(largest)
+    count = max(total[2], 1.0)
+    return {
+        "rollout/logprob_gap_mean": total[0] / count,
+        "rollout/logprob_gap_k3": total[1] / count,
+        "rollout/logprob_gap_max": largest,
+    }

@@ -1,0 +1,127 @@
+"""A rank's samples as packed micro-batches: sequences back to back in one row (THD), no padding between them."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from slime.backends.megatron_utils import device
+
+DUMMY_TOKENS = 2  # length of the masked sequence that an empty micro-batch runs, so that no rank skips a collective
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """tokens, position_ids: int64 [1, T]. samples: indices into the rank's columns; empty for a dummy.
+
+    batch: what losses see, one entry per sample (see `slime/backends/megatron_utils/loss.py`).
+    """
+
+    samples: list[int]
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    packed: PackedSeqParams
+    batch: dict[str, Any]
+
+
+def to_device(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Columns of a RankData as lists of tensors on this rank's device; plain numbers and other objects stay."""
+    here = device.current_device()
+
+    def convert(name: str, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value if value.flags.writeable else value.copy())
+        if isinstance(value, torch.Tensor):
+            return value.to(here, torch.long if name == "tokens" else value.dtype)
+        return value
+
+    return {name: [convert(name, value) for value in values] for name, values in columns.items()}
+
+
+def pack(sequences: Sequence[torch.Tensor], multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
+    """Token sequences (int64 [L_i]) to (tokens [1, T], position_ids [1, T], Megatron's PackedSeqParams).
+
+    Positions restart at 0 in each sequence. T is padded to `multiple` with a sequence of its own that nobody reads.
+    """
+    lengths = [len(s) for s in sequences]
+    if min(lengths, default=0) < 1:
+        raise ValueError(f"cannot pack an empty sequence; lengths are {lengths}")
+    here = sequences[0].device
+    rest = -sum(lengths) % multiple
+    if rest:
+        sequences, lengths = [*sequences, torch.zeros(rest, dtype=torch.long, device=here)], [*lengths, rest]
+    tokens = torch.cat(list(sequences)).unsqueeze(0)
+    positions = torch.cat([torch.arange(n, device=here) for n in lengths]).unsqueeze(0)
+    bounds = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=here)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    packed.lengths = lengths  # type: ignore[attr-defined]  # for our attention: saves a read from the device per layer
+    return tokens, positions, packed
+
+
+def make_micro_batch(data: dict[str, list[Any]], samples: Sequence[int], multiple: int = 1) -> MicroBatch:
+    """Packs `samples` of the rank's columns (from `to_device`); no samples give a fully masked dummy."""
+    batch = {name: [values[i] for i in samples] for name, values in data.items()} if samples else _dummy(data)
+    batch["unconcat_tokens"] = batch["tokens"]
+    tokens, positions, packed = pack(batch["unconcat_tokens"], multiple)
+    return MicroBatch(list(samples), tokens, positions, packed, batch)
+
+
+def _dummy(data: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """One sample of two tokens, the second its masked response, with every column that real samples have."""
+    here = device.current_device()
+    out: dict[str, list[Any]] = {
+        "tokens": [torch.zeros(DUMMY_TOKENS, dtype=torch.long, device=here)],
+        "total_lengths": [DUMMY_TOKENS],
+        "response_lengths": [1],
+        "loss_masks": [torch.zeros(1, device=here)],
+        "sample_denominators": [1.0],
+    }
+    for name, values in data.items():
+        if name in out:
+            continue
+        example = values[0] if values else torch.zeros(1, device=here)
+        per_token = isinstance(example, torch.Tensor) and example.dim() > 0
+        out[name] = [torch.zeros((1, *example.shape[1:]), dtype=example.dtype, device=here) if per_token else example]
+    return out
+
+
+def repack(lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], max_tokens: int | None) -> list[list[int]]:
+    """Joins neighbouring micro-batches up to `max_tokens` for passes without gradient; None leaves them as they are."""
+    out: list[list[int]] = []
+    size = 0
+    for samples in micro_batches:
+        tokens = sum(lengths[i] for i in samples)
+        if max_tokens is not None and out and size + tokens <= max_tokens:
+            out[-1].extend(samples)
+            size += tokens
+        else:
+            out.append(list(samples))
+            size = tokens
+    return out
+
+
+def pad_count(micro_batches: list[list[int]], multiple: int) -> list[list[int]]:
+    """Adds empty micro-batches until their number is a multiple, as the interleaved pipeline schedule needs."""
+    return micro_batches + [[] for _ in range(-len(micro_batches) % multiple)]
+
+
+class MicroBatches:
+    """Builds micro-batches on demand: one pass over them per model chunk of the pipeline rank."""
+
+    def __init__(self, data: dict[str, list[Any]], plan: list[list[int]], multiple: int = 1) -> None:
+        self.data, self.plan, self.multiple = data, plan, multiple
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (make_micro_batch(self.data, samples, self.multiple) for samples in self.plan)

@@ -1,0 +1,277 @@
+"""From config.json and flags to Megatron's model, DDP, optimizer and learning-rate schedule."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils import device
+from slime.backends.megatron_utils.head import install_head
+from slime.backends.megatron_utils.parallel import virtual_pipeline_size
+from slime.backends.megatron_utils.rope import rope_frequencies
+from slime.backends.megatron_utils.spec import block_spec, uses_transformer_engine
+from slime.config.errors import ConfigError
+from slime.config.hf_config import HFConfig
+from slime.utils.misc import load_function
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def transformer_config(args: Any, hf: HFConfig) -> TransformerConfig:
+    """Megatron's configuration of the model in `hf` under the layout in `args`. Raises ConfigError, naming the flag."""
+    check_layout(args, hf)
+    te = uses_transformer_engine(args)
+    dtype = _DTYPES[args.params_dtype]
+    moe: dict[str, Any] = {}
+    if hf.num_experts:
+        moe = dict(
+            num_moe_experts=hf.num_experts,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_router_load_balancing_type="none",  # an auxiliary loss would bend the policy gradient
+            moe_aux_loss_coeff=0.0,
+            moe_router_dtype="fp32",
+            # softmax over the chosen experts equals softmax over all, then divided by the chosen ones' sum
+            moe_router_pre_softmax=not hf.raw.get("norm_topk_prob", True),
+            moe_grouped_gemm=te,
+            moe_permute_fusion=te,
+        )
+    return TransformerConfig(
+        num_layers=hf.num_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=hf.head_dim,
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=hf.attention_bias,
+        qk_layernorm=hf.qk_norm,
+        window_size=(hf.sliding_window - 1, 0) if hf.sliding_window else None,
+        window_attn_skip_freq=_windowed_layers(hf),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(args, hf.num_layers),
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        pipeline_dtype=dtype,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it even of dense models of varying lengths
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        use_cpu_initialization=not device.has_cuda(),
+        attention_backend=AttnBackend[args.attention_backend],
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        # Micro-batch losses are shares of the step's loss: Megatron and DDP only add them up (see `loss.py`).
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize_grads,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=te,
+        bias_dropout_fusion=te,
+        masked_softmax_fusion=te,
+        apply_rope_fusion=te,
+        persist_layer_norm=te,
+        **moe,
+    )
+
+
+def _finalize_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reductions over data, tensor and pipeline ranks, without its division by the number of tokens."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def check_layout(args: Any, hf: HFConfig) -> None:
+    """Raises ConfigError when the model cannot be cut as the flags say, or has a part that we do not build."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+    if heads % tp or (groups % tp and tp % groups):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp}: must divide the model's {heads} attention heads, and divide or be a "
+            f"multiple of its {groups} key-value heads"
+        )
+    if hf.intermediate_size % tp:
+        raise ConfigError(f"--tensor-model-parallel-size {tp} does not divide intermediate_size {hf.intermediate_size}")
+    if hf.num_layers % pp:
+        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers")
+    if hf.raw.get("attention_bias") or hf.raw.get("mlp_bias"):
+        raise ConfigError(
+            f"{hf.model_type}: attention_bias/mlp_bias true puts biases on output projections: not supported"
+        )
+    if hf.raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError(f"{hf.model_type}: hidden_act {hf.raw['hidden_act']!r} is not supported, only silu")
+
+
+def _windowed_layers(hf: HFConfig) -> list[int] | None:
+    """1 for each layer with a sliding window, where config.json says so per layer; None: all of them."""
+    types = hf.raw.get("layer_types")
+    if types is not None:
+        return [int(kind == "sliding_attention") for kind in types]
+    full = hf.raw.get("max_window_layers")
+    if full is not None and hf.sliding_window:
+        return [int(layer >= full) for layer in range(hf.num_layers)]
+    return None
+
+
+def padded_vocab_size(args: Any, hf: HFConfig) -> int:
+    """Rows of the embedding over all tensor-parallel ranks."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return math.ceil(hf.vocab_size / multiple) * multiple
+
+
+def build_model(args: Any, hf: HFConfig, config: TransformerConfig | None = None) -> list[GPTModel]:
+    """The bare model chunks of this rank (one, or one per virtual pipeline stage), in --params-dtype, on its device.
+
+    Weights are not initialised unless `config.perform_initialization`: they come from a file.
+    """
+    config = config or transformer_config(args, hf)
+    chunks = []
+    for stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        vp_stage = stage if config.virtual_pipeline_model_parallel_size else None
+        first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        model = _provider(args, hf, config)(pre_process=first, post_process=last, vp_stage=vp_stage)
+        if hasattr(model, "rotary_pos_emb"):
+            model.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(device.current_device())
+        if last:
+            install_head(model, hf.vocab_size)
+        chunks.append(model.to(device.current_device()))
+    return chunks
+
+
+def _provider(args: Any, hf: HFConfig, config: TransformerConfig) -> Callable[..., GPTModel]:
+    if args.custom_model_provider_path:
+        return load_function(args.custom_model_provider_path)
+
+    def provide(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTModel:
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(args, config, vp_stage),  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(args, hf),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=float(hf.raw.get("partial_rotary_factor", 1.0)),
+            rotary_base=int(hf.rope_theta),
+            vp_stage=vp_stage,
+        )
+
+    return provide
+
+
+def wrap_model(args: Any, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+    """Adds mixed precision and DDP, whose buffers hold the gradients (and the parameters, when sharded)."""
+    config = chunks[0].config
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        module = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
+        ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        ddp.broadcast_params()
+        wrapped.append(ddp)
+    if args.overlap_grad_reduce:
+        config.no_sync_func = _one_or_list([ddp.no_sync for ddp in wrapped])
+    if args.overlap_param_gather:
+        config.param_sync_func = _one_or_list([ddp.start_param_sync for ddp in wrapped])
+    return wrapped
+
+
+def _one_or_list(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def build_optimizer(args: Any, model: list[DistributedDataParallel], lr: float | None = None) -> Any:
+    """Megatron's Adam over float32 main parameters: the fused one of TE or apex where installed, else torch's."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr if lr is not None else args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        clip_grad=args.clip_grad,
+        bf16=args.params_dtype == "bfloat16",
+        fp16=args.params_dtype == "float16",
+        params_dtype=_DTYPES[args.params_dtype],
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    use_fused_adam(optimizer)
+    model[0].config.grad_scale_func = optimizer.scale_loss if args.params_dtype == "float16" else None
+    return optimizer
+
+
+def use_fused_adam(optimizer: Any) -> None:
+    """Lets torch's Adam, where Megatron took it, make one pass over memory instead of one per operation."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
+
+
+def build_scheduler(args: Any, optimizer: Any, total_steps: int, lr: float | None = None) -> OptimizerParamScheduler:
+    """Learning rate by optimizer step. Warm-up over W steps gives lr * (k + 1) / (W + 1) at step k < W: never zero.
+
+    total_steps: optimizer steps of the whole run, the default of --lr-decay-iters. WSD decays over the last tenth.
+    """
+    lr = lr if lr is not None else args.lr
+    decay = args.lr_decay_iters or max(1, total_steps)
+    warmup = args.lr_warmup_iters
+    if args.lr_warmup_fraction is not None:
+        warmup = int(args.lr_warmup_fraction * decay)
+    if warmup >= decay:
+        if args.lr_decay_style != "constant":
+            raise ConfigError(
+                f"warm-up of {warmup} steps does not end before the decay's {decay}: lower --lr-warmup-iters"
+            )
+        decay = warmup + 1
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=lr / (warmup + 1),
+        max_lr=lr,
+        min_lr=min(args.min_lr, lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        wsd_decay_steps=max(1, decay // 10),
+        lr_wsd_decay_style="exponential",
+    )
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk  # type: ignore[return-value]

@@ -1,0 +1,95 @@
+"""Which modules a transformer layer is made of: Transformer Engine's on GPUs, ours on plain torch otherwise."""
+
+import functools
+import importlib.util
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.device import has_cuda
+from slime.backends.megatron_utils.norm import RMSNorm
+from slime.config.errors import ConfigError
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def uses_transformer_engine(args: Any) -> bool:
+    """--transformer-impl: auto takes Transformer Engine where it is installed with CUDA. Raises ConfigError."""
+    if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
+        raise ConfigError(
+            "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine; use auto or local"
+        )
+    return args.transformer_impl != "local" and has_transformer_engine()
+
+
+def block_spec(args: Any, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers that this pipeline stage (and virtual stage) builds, and the final norm."""
+    if uses_transformer_engine(args):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [torch_layer_spec(config, moe=is_moe_layer(config, offset + i)) for i in range(count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def is_moe_layer(config: TransformerConfig, layer: int) -> bool:
+    """Whether the layer of this index (from 0) has experts, by Megatron's `moe_layer_freq`."""
+    if not config.num_moe_experts:
+        return False
+    freq = config.moe_layer_freq
+    return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
+
+
+def torch_layer_spec(config: TransformerConfig, moe: bool = False) -> ModuleSpec:
+    """A layer of Megatron's parallel linear layers with our norm and core attention.
+
+    `sharded_state_dict_keys_map` names the norms in checkpoints as Transformer Engine's fused layers do, so that a
+    checkpoint written with one spec loads with the other.
+    """
+    backend = LocalSpecProvider()
+    head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
+    mlp = get_mlp_module_spec_for_backend(
+        backend=backend, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
+    )
+    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not moe:
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=backend.column_parallel_linear(),
+                    core_attention=PackedAttention,  # type: ignore[arg-type]
+                    linear_proj=backend.row_parallel_linear(),
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        ),
+    )

@@ -1,0 +1,227 @@
+"""Passes through the model: log-probs without gradient, and one optimizer step, by Megatron's pipeline schedules."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from slime.backends.megatron_utils.data import MicroBatch, MicroBatches
+from slime.backends.megatron_utils.device import current_device
+from slime.backends.megatron_utils.head import DeferredLogits, full_logits
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, loss_function
+from slime.backends.megatron_utils.model import unwrap
+from slime.config.errors import ConfigError
+
+
+def forward_logits(args: Any, model: Any, micro_batch: MicroBatch, *, deferred: bool) -> Any:
+    """One forward pass of a model chunk.
+
+    Returns what the next stage takes, [T, 1, H]; on the last stage the DeferredLogits, or float32 logits
+    [1, T, V / tp] divided by the rollout temperature when not `deferred`.
+    """
+    gpt = unwrap(model)
+    if gpt.post_process:
+        gpt.output_layer.deferred = deferred
+    options = {} if model is gpt or not _is_half(gpt) else {"fp32_output": False}
+    out = model(
+        input_ids=micro_batch.tokens,
+        position_ids=micro_batch.position_ids,
+        attention_mask=None,
+        packed_seq_params=micro_batch.packed,
+        **options,
+    )
+    if not gpt.post_process:
+        return out
+    if deferred:
+        return DeferredLogits(out, gpt, temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size)
+    return full_logits(out, gpt, temperature=args.rollout_temperature)
+
+
+def _is_half(gpt: Any) -> bool:
+    return gpt.config.bf16 or gpt.config.fp16
+
+
+def _run(
+    model: list[Any], micro_batches: MicroBatches, step: Callable[[Iterator[MicroBatch], Any], Any], **options: Any
+) -> list[Any]:
+    """Megatron's schedule over the micro-batches; each model chunk walks through its own iterator over them."""
+    iterators: Any = [iter(micro_batches) for _ in model]
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if len(model) > 1 else iterators[0],
+        model=model,
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # not used: packed lengths vary and travel along
+        micro_batch_size=1,
+        **options,
+    )
+
+
+@torch.no_grad()
+def compute_log_probs(
+    args: Any, model: list[Any], micro_batches: MicroBatches, num_samples: int, with_entropy: bool = False
+) -> dict[str, list[torch.Tensor]]:
+    """Log-probs of all responses, on the last pipeline stage (elsewhere an empty dict).
+
+    Returns "log_probs" (and "entropy"): float32 [response_length] per sample, in the order of the rank's columns.
+    """
+
+    def step(iterator: Iterator[MicroBatch], chunk: Any) -> Any:
+        micro_batch = next(iterator)
+        logits = forward_logits(args, chunk, micro_batch, deferred=True)
+
+        def collect(logits: Any, non_loss_data: bool = True) -> tuple[list[int], dict[str, list[torch.Tensor]]]:
+            batch = micro_batch.batch
+            _, out = get_log_probs_and_entropy(
+                logits,
+                args=args,
+                unconcat_tokens=batch["unconcat_tokens"],
+                total_lengths=batch["total_lengths"],
+                response_lengths=batch["response_lengths"],
+                with_entropy=with_entropy,
+            )
+            return micro_batch.samples, out
+
+        return logits, collect
+
+    for chunk in model:
+        chunk.eval()
+    results = _run(model, micro_batches, step, forward_only=True, collect_non_loss_data=True)
+    for chunk in model:
+        chunk.train()
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return {}
+    columns: dict[str, list[Any]] = {
+        name: [None] * num_samples for name in (["log_probs", "entropy"] if with_entropy else ["log_probs"])
+    }
+    for samples, out in results:
+        for name, column in columns.items():
+            for sample, value in zip(samples, out[name], strict=False):  # a dummy has a value but no sample
+                column[sample] = value
+    return columns
+
+
+def train_one_step(
+    args: Any, model: list[Any], optimizer: Any, scheduler: Any, micro_batches: MicroBatches, step: Any
+) -> dict[str, float]:
+    """Forward and backward over all micro-batches, then one update. Every rank must call it.
+
+    step: RankStep, with the whole step's denominators. A step without trained tokens does nothing; a gradient that
+    is not finite is not applied. Both are reported (`train/empty_step`, `train/nonfinite_step`). Returns metrics:
+    the loss's own on the last stage, reduced over micro-batches and data-parallel ranks; `train/grad_norm`,
+    `train/lr` on every rank.
+    """
+    if step.num_tokens == 0:
+        return {"train/empty_step": 1.0, "train/lr": _lr(optimizer)}
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+    def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> Any:
+        micro_batch = next(iterator)
+        logits = forward_logits(args, chunk, micro_batch, deferred=args.loss_type != "custom_loss")
+
+        def loss_func(logits: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            loss, metrics = loss_function(args, micro_batch.batch, step, logits)
+            check_loss(loss)
+            # Megatron adds up this count, and our gradient hook ignores it: the loss is already its share.
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
+
+        return logits, loss_func
+
+    parts = _run(model, micro_batches, forward_step, forward_only=False)
+    lr = _lr(optimizer)
+    applied, grad_norm = apply_gradients(optimizer, args.clip_grad)
+    if applied:
+        scheduler.step(increment=1)
+    out = {
+        "train/grad_norm": grad_norm,
+        "train/lr": lr,
+        "train/empty_step": 0.0,
+        "train/nonfinite_step": float(not applied),
+    }
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        out.update({f"train/{name}": value for name, value in reduce_metrics(parts).items()})
+    return out
+
+
+def check_loss(loss: Any) -> None:
+    """A user's loss must be a scalar tensor that depends on the logits: else backward would hang or train nothing."""
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ConfigError(f"the loss function must return a scalar tensor, it returned {type(loss).__name__} "
+                          f"{tuple(getattr(loss, 'shape', ()))}")  # fmt: skip
+    if not loss.requires_grad:
+        raise ConfigError("the loss does not depend on the logits: keep a term such as 0 * logits.sum() in it")
+
+
+def _lr(optimizer: Any) -> float:
+    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
+
+
+def apply_gradients(optimizer: Any, clip_grad: float) -> tuple[bool, float]:
+    """Clips by the global norm (0: no clipping) and updates, unless the norm is not finite.
+
+    Megatron's own step looks for non-finite gradients only under fp16; in bf16 and fp32 it would write NaN weights.
+    Returns (whether the weights were updated, the norm before clipping); the same on all ranks.
+    """
+    overflow = optimizer.prepare_grads()
+    grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return False, grad_norm
+    for part in optimizer.chained_optimizers:
+        params = part.get_parameters() if not getattr(part, "is_stub_optimizer", False) else []
+        if params and clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                params,
+                max_norm=clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+    return True, grad_norm
+
+
+def reduce_metrics(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Metrics of micro-batches over all data-parallel (and context-parallel) ranks: sums; maxima where named `*_max`.
+
+    Ranks need not have the same names: a name that some lack is reduced over those that have it.
+    """
+    mine: dict[str, float] = {}
+    for part in parts:
+        _merge(mine, {name: float(value) for name, value in part.items()})
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    out: dict[str, float] = {}
+    for other in everyone:
+        _merge(out, other)
+    return out
+
+
+def _merge(into: dict[str, float], more: dict[str, float]) -> None:
+    for name, value in more.items():
+        if name not in into:
+            into[name] = value
+        else:
+            into[name] = max(into[name], value) if name.endswith("_max") else into[name] + value
+
+
+def sum_over_data_ranks(value: float) -> float:
+    """Sum over the data-parallel ranks of this model-parallel position."""
+    return _all_reduce(value, dist.ReduceOp.SUM)
+
+
+def max_over_data_ranks(value: Any) -> Any:
+    """Largest over the data-parallel ranks, in the type of `value` (int or float)."""
+    return type(value)(_all_reduce(value, dist.ReduceOp.MAX))
+
+
+def _all_reduce(value: float, op: Any) -> float:
+    box = torch.tensor(float(value), dtype=torch.float64, device=current_device())
+    dist.all_reduce(box, op=op, group=mpu.get_data_parallel_group())
+    return box.item()
