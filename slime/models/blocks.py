@@ -94,3 +94,37 @@ def gated_mlp(c: HFConfig, layers: range | None = None) -> list[Param]:
         ),
         Param((meg + "linear_fc2.weight",), (HFTensor(hf + "down_proj.weight", wide[::-1]),), ROW, layers),
     ]
+
+
+def experts(c: HFConfig, layers: range | None = None) -> list[Param]:
+    """The norm before it, the router, and gate, up and down of every expert (Qwen's names).
+
+    Megatron's experts are separate modules, or, with Transformer Engine's grouped GEMM, numbered weights of one module.
+    """
+    meg, hf = MEGATRON_LAYER + "mlp.", HF_LAYER + "mlp."
+    one = hf + "experts.{expert}."
+    assert c.num_experts and c.moe_intermediate_size
+    wide = (c.moe_intermediate_size, c.hidden_size)
+    return [
+        Param(
+            (MEGATRON_LAYER + "pre_mlp_layernorm.weight",),
+            (HFTensor(HF_LAYER + "post_attention_layernorm.weight", (c.hidden_size,)),),
+            WHOLE,
+            layers,
+        ),
+        Param((meg + "router.weight",), (HFTensor(hf + "gate.weight", (c.num_experts, c.hidden_size)),), WHOLE, layers),
+        Param(
+            (meg + "experts.local_experts.{expert}.linear_fc1.weight", meg + "experts.linear_fc1.weight{expert}"),
+            (HFTensor(one + "gate_proj.weight", wide), HFTensor(one + "up_proj.weight", wide)),
+            SIDE_BY_SIDE,
+            layers,
+            expert=True,
+        ),
+        Param(
+            (meg + "experts.local_experts.{expert}.linear_fc2.weight", meg + "experts.linear_fc2.weight{expert}"),
+            (HFTensor(one + "down_proj.weight", wide[::-1]),),
+            ROW,
+            layers,
+            expert=True,
+        ),
+    ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
-from slime.models import llama, mistral, qwen2, qwen3
+from slime.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from slime.models.table import Param, WeightTable
 
 Declare = Callable[[HFConfig, int], list[Param]]
@@ -15,6 +15,7 @@ FAMILIES: dict[str, Declare] = {
     "mistral": mistral.declare,
     "qwen2": qwen2.declare,
     "qwen3": qwen3.declare,
+    "qwen3_moe": qwen3_moe.declare,
 }
 
 
