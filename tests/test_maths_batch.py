@@ -1,0 +1,175 @@
+"""Samples to columns: what is checked, what travels, what the statistics count."""
+
+import math
+
+import numpy as np
+import pytest
+
+from slime.config import Args
+from slime.data.batch import samples_to_columns
+from slime.utils.types import Sample
+
+ARGS = Args(loss_type="policy_loss")
+
+
+def sample(index=0, reward=0.0, response=3, group=0, **fields):
+    out = Sample(
+        index=index, group_index=group, rollout_id=index, tokens=list(range(2 + response)), response_length=response,
+        reward=reward,
+    )  # fmt: skip
+    for name, value in fields.items():
+        setattr(out, name, value)
+    return out
+
+
+def group(rewards, **fields):
+    return [sample(i, r, **fields) for i, r in enumerate(rewards)]
+
+
+def post_process(args, samples):
+    return [float(s.index) for s in samples], [2.0 * s.index for s in samples]
+
+
+def wrong_post_process(args, samples):
+    return [1.0]
+
+
+def test_columns_and_types():
+    samples = group([1.0, 0.0], rollout_log_probs=[-0.1, -0.2, -0.3])
+    samples[1].status = Sample.Status.TRUNCATED
+    samples[1].loss_mask = [1, 0, 1]
+    columns = samples_to_columns(ARGS, samples)
+    assert columns["tokens"][0].dtype == np.int64 and columns["tokens"][0].tolist() == [0, 1, 2, 3, 4]
+    assert columns["loss_masks"][1].dtype == np.float32 and columns["loss_masks"][1].tolist() == [1, 0, 1]
+    assert columns["rollout_log_probs"][0].dtype == np.float32
+    assert columns["total_lengths"] == [5, 5] and columns["response_lengths"] == [3, 3]
+    assert columns["truncated"] == [0, 1] and columns["raw_reward"] == [1.0, 0.0]
+    assert columns["rewards"] == pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)], abs=1e-5)
+    assert "teacher_log_probs" not in columns
+    assert all(len(values) == 2 for values in columns.values())
+
+
+def test_removed_and_nan_samples_are_masked_and_not_counted(caplog):
+    samples = group([1.0, 0.0, 1.0, 100.0, float("nan")])
+    samples[3].remove_sample = True
+    columns = samples_to_columns(ARGS, samples)
+    alone = samples_to_columns(ARGS, samples[:3])
+    assert columns["rewards"] == alone["rewards"] + [0.0, 0.0]
+    assert not columns["loss_masks"][3].any() and not columns["loss_masks"][4].any()
+    assert "sample 4 is not trained: its reward is nan" in caplog.text
+
+
+def test_a_sibling_without_trained_tokens_moves_nobody():
+    samples = group([1.0, 0.0, 100.0])
+    samples[2].loss_mask = [0, 0, 0]
+    assert samples_to_columns(ARGS, samples)["rewards"][:2] == samples_to_columns(ARGS, samples[:2])["rewards"]
+
+
+def test_pieces_of_one_rollout_count_once():
+    samples = group([1.0, 1.0, 1.0, 0.0])
+    for piece in samples[:3]:
+        piece.rollout_id = 7
+    rewards = samples_to_columns(ARGS, samples)["rewards"]
+    assert rewards == pytest.approx([1 / math.sqrt(2)] * 3 + [-1 / math.sqrt(2)], abs=1e-5)
+
+
+def test_ragged_groups_by_id():
+    args = Args(disable_grpo_std_normalization=True, n_samples_per_prompt=3)
+    samples = [
+        sample(i, r, group=g) for i, (g, r) in enumerate(zip([0, 0, 1, 1, 1, 1], [1, 0, 0, 0, 0, 1], strict=True))
+    ]
+    assert samples_to_columns(args, samples)["rewards"] == [0.5, -0.5, -0.25, -0.25, -0.25, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "raw", "expected"),
+    [
+        ("rloo", False, [1.0, -1.0]),
+        ("maxrl", False, [1.0, -1.0]),
+        ("maxrl", True, [2.0, 0.0]),
+        ("tailrl", False, [1.0, -1.0]),
+        ("tailrl", True, [2.0, 0.0]),
+        ("reinforce_plus_plus_baseline", False, [0.5, -0.5]),
+        ("reinforce_plus_plus", False, [1.0, 0.0]),
+        ("ppo", False, [1.0, 0.0]),
+        ("on_policy_distillation", False, [1.0, 0.0]),
+        ("grpo", True, [1.0, 0.0]),
+    ],
+)
+def test_estimators(estimator, raw, expected):
+    args = Args(advantage_estimator=estimator, disable_rewards_normalization=raw)
+    assert samples_to_columns(args, group([1.0, 0.0]))["rewards"] == pytest.approx(expected)
+
+
+def test_raw_streams():
+    samples = group([1.0, -1.0], group=None)
+    with pytest.raises(ValueError, match="sample 0 has no group_index.*--disable-rewards-normalization"):
+        samples_to_columns(ARGS, samples)
+    columns = samples_to_columns(ARGS.replace(disable_rewards_normalization=True), samples)
+    assert columns["rewards"] == [1.0, -1.0] and len(set(columns["group_ids"])) == 2
+
+
+def test_rewards_of_sft_and_of_custom_losses_may_be_absent():
+    for loss_type in ("sft_loss", "custom_loss"):
+        columns = samples_to_columns(Args(loss_type=loss_type), group([None, None], group=None))
+        assert columns["rewards"] == [0.0, 0.0]
+    with pytest.raises(ValueError, match="sample 1 has no reward"):
+        samples_to_columns(ARGS, group([1.0, None]))
+
+
+def test_user_fields_travel():
+    samples = group([1.0, 0.0])
+    for s in samples:
+        s.train_metadata = {"turn": s.index, "token_weights": [0.5, 1.0, 1.5], "spans": [(0, 1), (1, 3)], "name": "x"}
+    columns = samples_to_columns(ARGS, samples)
+    assert columns["turn"] == [0, 1] and columns["name"] == ["x", "x"]
+    assert columns["token_weights"][0].dtype == np.float32 and columns["spans"][0].tolist() == [[0, 1], [1, 3]]
+    samples[1].train_metadata = {"turn": 1}
+    with pytest.raises(ValueError, match=r"sample 1 has no train_metadata\['token_weights'\]"):
+        samples_to_columns(ARGS, samples)
+    with pytest.raises(ValueError, match=r"train_metadata\['advantages'\]"):
+        samples_to_columns(ARGS, group([1.0], train_metadata={"advantages": 1}))
+
+
+def test_empty_response_is_a_column_of_nothing():
+    samples = [sample(0, 1.0, response=0), sample(1, 0.0, rollout_log_probs=[-1.0] * 3)]
+    columns = samples_to_columns(ARGS, samples)
+    assert columns["loss_masks"][0].shape == (0,) and columns["rollout_log_probs"][0].shape == (0,)
+
+
+def test_log_probs_only_if_all_have_them(caplog):
+    samples = group([1.0, 0.0], rollout_log_probs=[-1.0] * 3)
+    samples[1].rollout_log_probs = None
+    assert "rollout_log_probs" not in samples_to_columns(ARGS, samples)
+    assert "rollout_log_probs is left out" in caplog.text and "sample 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_mask": [1]}, "sample 0: 1 loss_mask for 3 response tokens"),
+        ({"rollout_log_probs": [1.0]}, "sample 0: 1 rollout_log_probs for 3"),
+        ({"teacher_log_probs": [1.0] * 4}, "sample 0: 4 teacher_log_probs for 3"),
+        ({"response_length": 6}, "sample 0: response_length 6 with 5 tokens"),
+        ({"response_length": 5}, "sample 0: no prompt token"),
+        ({"loss_mask": [1, 2, 0]}, "sample 0: loss_mask must hold 0 and 1"),
+    ],
+)
+def test_faults_name_the_sample(fields, message):
+    with pytest.raises(ValueError, match=message):
+        samples_to_columns(ARGS, [sample(**fields)])
+
+
+def test_no_samples():
+    with pytest.raises(ValueError, match="no samples"):
+        samples_to_columns(ARGS, [])
+
+
+def test_reward_post_process_hook():
+    here = "tests.test_maths_batch" if __name__.startswith("tests.") else __name__
+    columns = samples_to_columns(
+        ARGS.replace(custom_reward_post_process_path=f"{here}.post_process"), group([None, None])
+    )
+    assert columns["raw_reward"] == [0.0, 1.0] and columns["rewards"] == [0.0, 2.0]
+    with pytest.raises(ValueError, match="must return"):
+        samples_to_columns(ARGS.replace(custom_reward_post_process_path=f"{here}.wrong_post_process"), group([1.0]))
