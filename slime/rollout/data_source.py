@@ -228,7 +228,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def add_samples(self, samples: list[Group]) -> None:
         for group in samples:
-            if not group or not all(isinstance(s, Sample) for s in group):
+            if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
                 raise TypeError(f"add_samples expects non-empty lists of Sample, found {group!r:.100}")
         self._counts["returned"] += self._land(samples)
         self.buffer += [list(group) for group in samples]
