@@ -21,8 +21,8 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 def config(family, **changes):
     raw = dict(
         model_type=family, num_hidden_layers=3, hidden_size=56, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=6, intermediate_size=68, vocab_size=101, tie_word_embeddings=False, num_experts=6, num_experts_per_tok=2,
-        moe_intermediate_size=44,
+        head_dim=6, intermediate_size=68, vocab_size=101, tie_word_embeddings=False, num_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=44,
     )  # fmt: skip
     return parse_hf_config({**raw, **changes})
 

@@ -1,0 +1,48 @@
+"""Many tensors as one run of bytes, as SGLang's load format "flattened_bucket" takes them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """data: uint8, the tensors' bytes one after the other, without gaps. last: nothing follows in this stage."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    data: torch.Tensor
+    last: bool
+
+    @property
+    def dtypes(self) -> list[str]:
+        return [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors]
+
+    @property
+    def shapes(self) -> list[list[int]]:
+        return [list(tensor.shape) for tensor in self.tensors]
+
+
+def make_buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Buckets of at most `max_bytes`, one dtype each, so that every tensor starts aligned; a larger one goes alone."""
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    used = 0
+    for name, tensor in weights:
+        if tensors and (used + tensor.nbytes > max_bytes or tensor.dtype != tensors[0].dtype):
+            yield _pack(names, tensors, last=False)
+            names, tensors, used = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        used += tensor.nbytes
+    if tensors:
+        yield _pack(names, tensors, last=True)
+
+
+def _pack(names: list[str], tensors: list[torch.Tensor], last: bool) -> Bucket:
+    """Copies the tensors into a buffer; the bucket's tensors are views of it, safe from later changes of the model."""
+    data = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+    parts = data.split([tensor.nbytes for tensor in tensors])
+    views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return Bucket(names, views, data, last)
