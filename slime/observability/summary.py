@@ -1,0 +1,60 @@
+"""One JSON line that says how a run went.
+
+python -m slime.observability.summary runs/tiny_cpu
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.observability.metrics import read_metrics
+
+WINDOW = 5  # steps at either end that are averaged
+
+
+def summarize(steps: Sequence[dict[str, float]], wall_s: float | None = None) -> dict[str, Any]:
+    """{reward_first, reward_last, steps, wall_s, logprob_gap_max, sync_verified} of the lines of a metrics.jsonl.
+
+    Rewards are means of `rollout/raw_reward` over the first and last five steps (fewer in a short run), None without
+    rewards. wall_s: seconds, by default the sum over steps. sync_verified: digests were compared at least once, and
+    none differed.
+    """
+    steps = [s for s in steps if "perf/step_time" in s or "rollout/raw_reward" in s]
+    rewards = [s["rollout/raw_reward"] for s in steps if math.isfinite(s.get("rollout/raw_reward", math.nan))]
+    gaps = [g for s in steps if math.isfinite(g := s.get("train/logprob_gap_max", math.nan))]
+    verified = [s["sync/verified"] for s in steps if "sync/verified" in s]
+    seconds = math.fsum(s.get("perf/step_time", 0.0) for s in steps) if wall_s is None else wall_s
+    return {
+        "reward_first": _mean(rewards[:WINDOW]),
+        "reward_last": _mean(rewards[-WINDOW:]),
+        "steps": len(steps),
+        "wall_s": round(seconds, 1),
+        "logprob_gap_max": max(gaps, default=None),
+        "sync_verified": bool(verified) and all(v == 1 for v in verified),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(math.fsum(values) / len(values), 4) if values else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--wall-s", type=float, help="seconds to report instead of the sum over steps")
+    options = parser.parse_args(argv)
+    try:
+        steps = read_metrics(options.run)
+    except FileNotFoundError as error:
+        print(f"summary: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(summarize(steps, options.wall_s)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
