@@ -403,11 +403,26 @@ async def nan_for_odd(args, sample, **kwargs):
     return float("nan") if sample.index % 2 else 1.0
 
 
-def test_rewards_that_are_not_finite_are_removed_and_counted(make_args, server):
+def test_rewards_that_are_not_finite_are_removed(make_args, server):
     args = make_args(custom_rm_path=f"{__name__}.nan_for_odd")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert all([s.remove_sample for s in g] == [False, True] for g in output.samples)
-    assert output.metrics["rollout/invalid_rewards"] == 4
+
+
+async def dict_reward(args, sample, **kwargs):
+    return {"score": 1.0, "other": float("inf")}
+
+
+def test_dict_rewards_need_their_key_at_once(make_args, server):
+    for flags, words in (({}, "choose one with --reward-key"), ({"reward_key": "x"}, "'x' is not in the reward")):
+        args = make_args(custom_rm_path=f"{__name__}.dict_reward", **flags)
+        with pytest.raises(RolloutError, match=words):
+            generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    args = make_args(custom_rm_path=f"{__name__}.dict_reward", reward_key="other")
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert all(s.remove_sample for g in output.samples for s in g)
+    args = make_args(custom_rm_path=f"{__name__}.dict_reward", custom_reward_post_process_path="my.fn")
+    assert len(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == 4
 
 
 async def group_rank(args, samples, **kwargs):

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import logging
 import math
 import time
 from collections.abc import Awaitable, Iterator
@@ -23,6 +24,8 @@ from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
 PROMPTS_REMEMBERED = 4096
 
@@ -30,11 +33,10 @@ PROMPTS_REMEMBERED = 4096
 @dataclasses.dataclass
 class Tally:
     """What one rollout did. last_generated: when its last sample was complete (time.monotonic). score_seconds: sum
-    over samples, overlapping with generation. invalid_rewards: NaN or infinite ones, whose samples are removed."""
+    over samples, overlapping with generation."""
 
     generated_tokens: int = 0
     resumed_samples: int = 0
-    invalid_rewards: int = 0
     score_seconds: float = 0.0
     last_generated: float = 0.0
 
@@ -156,7 +158,7 @@ async def generate_and_rm(
         with _blame(sample, "scoring"):
             rewards = await _timed(state, gather_or_cancel(async_rm(args, s) for s in _checked(args, unscored)))
             _set_rewards(unscored, rewards)
-    _remove_invalid(state, _as_list(result))
+    _check_rewards(args, _as_list(result), evaluation)
     return result
 
 
@@ -178,7 +180,7 @@ async def generate_and_rm_group(
         if any(s.reward is None for s in samples):
             with _blame(samples[0], "scoring the group of"):
                 _set_rewards(samples, await _timed(state, batched_async_rm(args, _checked(args, samples))))
-        _remove_invalid(state, samples)
+        _check_rewards(args, samples, evaluation)
     return samples
 
 
@@ -271,12 +273,23 @@ def _set_rewards(samples: list[Sample], rewards: list[Any]) -> None:
         sample.reward = reward
 
 
-def _remove_invalid(state: GenerateState, samples: list[Sample]) -> None:
-    """A reward that is not finite must not reach its group's statistics."""
+def _check_rewards(args: Any, samples: list[Sample], evaluation: bool) -> None:
+    """Every sample has a number to train on; one that is not finite must not reach its group's statistics.
+
+    Dict rewards that the user's own functions read later are left alone.
+    """
+    key = (evaluation and args.eval_reward_key) or args.reward_key
+    read_by_user = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
     for sample in samples:
-        if isinstance(sample.reward, float) and not math.isfinite(sample.reward) and not sample.remove_sample:
+        if isinstance(sample.reward, dict) and key is None and read_by_user:
+            continue
+        try:
+            value = sample.get_reward_value(args.replace(reward_key=key) if key != args.reward_key else args)
+        except (TypeError, ValueError, KeyError) as error:
+            raise RolloutError(str(error.args[0])) from error
+        if not math.isfinite(value) and not sample.remove_sample:
+            logger.warning("sample %s: its reward is %s; it is not trained on", sample.index, value)
             sample.remove_sample = True
-            state.tally.invalid_rewards += 1
 
 
 def _pieces(parent: Sample, result: Sample | list[Sample]) -> list[Sample]:

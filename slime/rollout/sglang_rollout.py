@@ -207,7 +207,6 @@ class _Rollout:
             "rollout/dropped_groups": len(self.dropped),
             "rollout/returned_groups": len(self.returned),
             "rollout/resumed_samples": tally.resumed_samples,
-            "rollout/invalid_rewards": tally.invalid_rewards,
             "rollout/generated_tokens": tally.generated_tokens,
             "perf/generate_time": generate_time,
             "perf/score_time": self.complete - self.generated,
@@ -288,7 +287,12 @@ async def _abort_requests(args: Any) -> None:
 
 async def _engine_urls(args: Any) -> list[str]:
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-    answer = await get(f"{router}/workers", max_retries=5, timeout=10.0)
+    try:
+        answer = await get(f"{router}/workers", max_retries=5, timeout=10.0)
+    except HttpError as error:
+        if error.status != 404:
+            raise
+        return (await get(f"{router}/list_workers", max_retries=5, timeout=10.0))["urls"]  # routers before 0.3
     return [worker["url"] for worker in answer["workers"]]
 
 

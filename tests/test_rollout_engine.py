@@ -1,0 +1,122 @@
+"""The rollout function with the real router and a real engine."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.config import Args
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
+from slime.utils.types import Sample
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    from make_tiny_model import make_tiny_model
+
+    from slime.backends.sglang_utils.router import SGLangRouter
+    from slime.backends.sglang_utils.server import EngineSpec, SGLangServer
+
+    folder = tmp_path_factory.mktemp("rollout")
+    make_tiny_model(folder / "model")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "label": str(2 * i)}) + "\n" for i in range(12)))
+    args = Args(
+        hf_checkpoint=str(folder / "model"),
+        prompt_data=str(prompts),
+        params_dtype="float32",
+        run_dir=str(folder),
+        rm_type="math",
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        rollout_max_response_len=8,
+        rollout_max_context_len=512,
+        rollout_temperature=0.7,
+        sglang_server_concurrency=16,
+        progress="off",
+    )
+    server, router = SGLangServer(args, EngineSpec.from_args(args)), SGLangRouter(args)
+    try:
+        server.start()
+        router.start()
+        with router.client() as client:
+            client.add(server.url)
+        GenerateState.clear_instances()
+        yield args.replace(sglang_router_ip="127.0.0.1", sglang_router_port=router.port)
+    finally:
+        GenerateState.clear_instances()
+        router.stop()
+        server.stop()
+
+
+def log_probs_by_transformers(args, sample):
+    """log_softmax(logits / T) of the response tokens, in float32, by the reference implementation."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(args.hf_checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([sample.tokens])).logits[0] / args.rollout_temperature
+    first = len(sample.tokens) - sample.response_length
+    rows, targets = logits[first - 1 : -1], torch.tensor(sample.tokens[first:])
+    return rows.log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
+
+
+def check(args, sample):
+    n = sample.response_length
+    assert 0 < n <= args.rollout_max_response_len and len(sample.rollout_log_probs) == n
+    assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+    assert sum(span["end"] - span["start"] for span in sample.weight_versions) == n
+    assert sample.rollout_log_probs == pytest.approx(log_probs_by_transformers(args, sample), abs=1e-4)
+
+
+def test_a_rollout_has_the_models_log_probs(args):
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    samples = [s for group in output.samples for s in group]
+    assert len(samples) == 4 and all(s.reward in (0.0, 1.0) for s in samples)
+    for sample in samples:
+        check(args, sample)
+        assert sample.tokens[: -sample.response_length] == GenerateState(args).prompt_ids(sample)
+
+
+async def long_from_group_2(args, sample, sampling_params):
+    if sample.group_index >= 2:
+        sampling_params |= {"max_new_tokens": 400, "ignore_eos": True}
+    return await generate(args, sample, sampling_params)
+
+
+def test_partial_rollout_goes_on_with_the_same_tokens(args):
+    first = args.replace(
+        partial_rollout=True, over_sampling_batch_size=4, custom_generate_function_path=f"{__name__}.long_from_group_2"
+    )
+    source = RolloutDataSourceWithBuffer(first)
+    generate_rollout(first, 0, source)
+    assert [g[0].group_index for g in source.buffer] == [2, 3]
+    before = [(list(s.tokens), list(s.rollout_log_probs or [])) for g in source.buffer for s in g]
+    assert any(log_probs for _, log_probs in before)
+
+    second = args.replace(partial_rollout=True, rollout_max_response_len=480)
+    output = generate_rollout(second, 1, source)
+    samples = [s for group in output.samples for s in group]
+    assert [s.group_index for s in samples] == [2, 2, 3, 3]
+    for sample, (tokens, log_probs) in zip(samples, before, strict=True):
+        assert sample.tokens[: len(tokens)] == tokens and sample.rollout_log_probs[: len(log_probs)] == log_probs
+    check(second, samples[0])
+
+
+def test_requests_that_the_engine_refuses_are_explained(args):
+    from slime.rollout.base_types import RolloutError
+
+    bad = args.replace(custom_generate_function_path=f"{__name__}.unknown_parameter")
+    with pytest.raises(RolloutError, match=r"generating sample \d.*HTTP 4\d\d"):
+        generate_rollout(bad, 0, RolloutDataSourceWithBuffer(bad))
+
+
+async def unknown_parameter(args, sample, sampling_params):
+    return await generate(args, sample, {**sampling_params, "temperature": -1.0})
