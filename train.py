@@ -3,6 +3,7 @@
 python train.py --hf-checkpoint MODEL --prompt-data FILE.jsonl --rm-type math --num-rollout 100
 """
 
+import os
 import signal
 import sys
 import time
@@ -15,8 +16,8 @@ from slime.config import Args, ConfigError, Layout, load_args, load_hf_config, m
 def train(args: Args, layout: Layout) -> None:
     """The whole run, inside a Ray session."""
     import ray
-    from slime.observability.run_log import RunLog
 
+    from slime.observability.run_log import RunLog
     from slime.ray.placement import place
     from slime.ray.rollout_manager import RolloutManager
     from slime.ray.train_group import TrainGroup
@@ -28,23 +29,11 @@ def train(args: Args, layout: Layout) -> None:
         engines = manager.start.remote()  # engines load while the trainer does
         trainer = TrainGroup(args, layout, placement.trainer)
         start = trainer.init()
-        state = trainer.load_extra_state()
-        if state:
-            ray.get(manager.load_state.remote(state["data"]))
+        ray.get(manager.load_state.remote(start, trainer.load_extra_state()))
         log = RunLog(args, layout, start)
-
-        def sync(version: int) -> Any:
-            """Engines get the trainer's weights; a receipt that does not match stops the run."""
-            trainer.connect_engines(ray.get(manager.endpoints.remote()))
-            ray.get(manager.onload.remote(["weights"]))
-            receipt = trainer.update_weights(version)
-            ray.get(manager.set_version.remote(version))
-            ray.get(manager.onload.remote(["kv_cache"]))
-            return receipt
-
         if ray.get(engines):
             with log.phase("sync"):
-                log.receipt(sync(start))
+                log.receipt(sync_weights(trainer, manager, start))
             ray.get(manager.serve.remote(trainer.ranks))
         if args.eval_interval and start == 0 and not args.skip_eval_before_train:
             log.evaluation(start, ray.get(manager.evaluate.remote(start)))
@@ -52,25 +41,23 @@ def train(args: Args, layout: Layout) -> None:
             log.say(f"nothing to do: {args.load} is at step {start} of {args.num_rollout}")
 
         for rollout_id in range(start, args.num_rollout):
+            last = rollout_id + 1 == args.num_rollout
             log.begin(rollout_id)
             with log.phase("rollout"):
                 rollout = ray.get(manager.generate.remote(rollout_id))
                 log.add(rollout.metrics)
-            if args.debug_rollout_only:
-                log.end()
-                continue
-            if args.offload_rollout:
-                ray.get(manager.offload.remote())
-            with log.phase("train"):
-                log.add(trainer.train(rollout_id, rollout.refs))
-            last = rollout_id + 1 == args.num_rollout
-            if args.save and (last or (args.save_interval and (rollout_id + 1) % args.save_interval == 0)):
-                with log.phase("save"):
-                    trainer.save(rollout_id, {"data": ray.get(manager.state.remote())})
-            if layout.num_engines:
-                with log.phase("sync"):
-                    log.receipt(sync(rollout_id + 1))
-            if args.eval_interval and (last or (rollout_id + 1) % args.eval_interval == 0):
+            if layout.world_size:
+                if args.offload_rollout:
+                    ray.get(manager.offload.remote())
+                with log.phase("train"):
+                    log.add(trainer.train(rollout_id, rollout.refs))
+                if due(args.save_interval if args.save else 0, rollout_id, last):
+                    with log.phase("save"):
+                        trainer.save(rollout_id, ray.get(manager.save_state.remote(rollout_id)))
+                if layout.num_engines:
+                    with log.phase("sync"):
+                        log.receipt(sync_weights(trainer, manager, rollout_id + 1))
+            if due(args.eval_interval or 0, rollout_id, last):
                 with log.phase("eval"):
                     log.add(ray.get(manager.evaluate.remote(rollout_id)))
             log.end()
@@ -83,8 +70,28 @@ def train(args: Args, layout: Layout) -> None:
         placement.remove()
 
 
+def due(interval: int | None, rollout_id: int, last: bool) -> bool:
+    """Whether something with this interval happens after this rollout. 0: never; None: after the last one only."""
+    if interval == 0:
+        return False
+    return last or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def sync_weights(trainer: Any, manager: Any, version: int) -> Any:
+    """Engines get the trainer's weights; returns the receipt. Memory that engines gave back returns around it."""
+    import ray
+
+    trainer.connect_engines(ray.get(manager.endpoints.remote()))
+    ray.get(manager.onload.remote(["weights"]))
+    receipt = trainer.update_weights(version)
+    ray.get(manager.weights_are.remote(version))
+    ray.get(manager.onload.remote(["kv_cache"]))
+    return receipt
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 failed, 2 the flags cannot work, 130 interrupted."""
+    sys.path.insert(0, os.getcwd())  # hooks may live where the user stands
     try:
         args = load_args(argv)
         layout = make_layout(args)

@@ -1,10 +1,16 @@
 """Fills the flags whose help says "unset: ...". Pure: returns a changed copy."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
 from slime.config.hf_config import HFConfig
+
+_PATHS = (
+    "hf_checkpoint", "ref_load", "load", "save", "save_hf", "critic_load", "run_dir", "prompt_data",
+    "save_debug_rollout_data", "load_debug_rollout_data",
+)  # fmt: skip
 
 
 def resolve_device(device: str) -> str:
@@ -66,4 +72,11 @@ def derive(args: Args, hf: HFConfig | None) -> Args:
         out["sequence_parallel"] = False
     if hf is not None and hf.num_experts and args.tensor_model_parallel_size > 1:
         out["sequence_parallel"] = True  # Megatron's experts need it under tensor parallelism
+    for name in _PATHS:
+        # Ray's workers may run in another folder.
+        value = out.get(name, getattr(args, name))
+        if value is not None:
+            out[name] = os.path.abspath(value)
+    if args.eval_prompt_data:
+        out["eval_prompt_data"] = [os.path.abspath(v) if i % 2 else v for i, v in enumerate(args.eval_prompt_data)]
     return args.replace(**out)

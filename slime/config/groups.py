@@ -18,7 +18,9 @@ class FileArgs:
 
 @group("cluster and placement")
 class ClusterArgs:
-    device: str = arg("auto", "where trainer and engines run; auto takes CUDA where there is a GPU", choices=["auto", "cpu", "cuda"])
+    device: str = arg(
+        "auto", "where trainer and engines run; auto takes CUDA where there is a GPU", choices=["auto", "cpu", "cuda"]
+    )
     actor_num_nodes: int = arg(1, "nodes of the trainer")
     actor_num_gpus_per_node: int | None = arg(
         None, "trainer ranks per node (GPUs, or processes on CPU); unset: just enough for one data-parallel replica"
@@ -31,30 +33,51 @@ class ClusterArgs:
     rollout_num_gpus_per_engine: int = arg(1, "tensor-parallel size of one SGLang engine")
     num_gpus_per_node: int = arg(8, "GPUs that a node of this cluster has; bounds one engine's share of a node")
     colocate: bool = arg(False, "trainer and engines take turns on the same devices")
-    offload_train: bool | None = arg(None, "move the trainer's tensors to the host while engines generate; unset: as --colocate on CUDA")
-    offload_rollout: bool | None = arg(None, "engines release their memory while the trainer trains; unset: as --colocate on CUDA")
-    ray_address: str | None = arg(None, "address of a running Ray cluster ('auto' or host:port); unset: RAY_ADDRESS, else a local one")
-    placement_timeout: float = arg(300.0, "seconds to wait for Ray to grant the resources before the run stops with what is missing")
+    offload_train: bool | None = arg(
+        None, "move the trainer's tensors to the host while engines generate; unset: as --colocate on CUDA"
+    )
+    offload_rollout: bool | None = arg(
+        None, "engines release their memory while the trainer trains; unset: as --colocate on CUDA"
+    )
+    ray_address: str | None = arg(
+        None, "address of a running Ray cluster ('auto' or host:port); unset: RAY_ADDRESS, else a local one"
+    )
+    placement_timeout: float = arg(
+        300.0, "seconds to wait for Ray to grant the resources before the run stops with what is missing"
+    )
     distributed_timeout_minutes: float = arg(30.0, "timeout of a collective between trainer ranks")
 
 
 @group("model and parallel layout (Megatron-Core)")
 class ModelArgs:
-    hf_checkpoint: str | None = arg(None, "Hugging Face folder: config.json, tokenizer and, unless --load says otherwise, weights")
+    hf_checkpoint: str | None = arg(
+        None, "Hugging Face folder: config.json, tokenizer and, unless --load says otherwise, weights"
+    )
     tensor_model_parallel_size: int = arg(1, "tensor parallel size", aliases=["--tp"])
     pipeline_model_parallel_size: int = arg(1, "pipeline parallel size", aliases=["--pp"])
-    num_layers_per_virtual_pipeline_stage: int | None = arg(None, "layers per virtual pipeline stage (interleaved schedule)")
+    num_layers_per_virtual_pipeline_stage: int | None = arg(
+        None, "layers per virtual pipeline stage (interleaved schedule)"
+    )
     context_parallel_size: int = arg(1, "context parallel size", aliases=["--cp"])
     expert_model_parallel_size: int = arg(1, "expert parallel size", aliases=["--ep"])
-    expert_tensor_parallel_size: int | None = arg(None, "tensor parallel size of experts; unset: as --tensor-model-parallel-size")
+    expert_tensor_parallel_size: int | None = arg(
+        None, "tensor parallel size of experts; unset: as --tensor-model-parallel-size"
+    )
     sequence_parallel: bool = arg(False, "split activations of norms and residuals over the tensor-parallel ranks")
     transformer_impl: str = arg(
-        "auto", "layer spec: Transformer Engine or our torch modules; auto takes TE where it is installed with CUDA",
+        "auto",
+        "layer spec: Transformer Engine or our torch modules; auto takes TE where it is installed with CUDA",
         choices=["auto", "transformer_engine", "local"],
     )
-    attention_backend: str = arg("auto", "attention kernel that TE uses", choices=["auto", "flash", "fused", "unfused", "local"])
-    params_dtype: str = arg("bfloat16", "dtype of weights and activations in the trainer", choices=["bfloat16", "float32", "float16"])
-    make_vocab_size_divisible_by: int = arg(1, "the vocabulary is padded to a multiple of this times the tensor parallel size")
+    attention_backend: str = arg(
+        "auto", "attention kernel that TE uses", choices=["auto", "flash", "fused", "unfused", "local"]
+    )
+    params_dtype: str = arg(
+        "bfloat16", "dtype of weights and activations in the trainer", choices=["bfloat16", "float32", "float16"]
+    )
+    make_vocab_size_divisible_by: int = arg(
+        1, "the vocabulary is padded to a multiple of this times the tensor parallel size"
+    )
     recompute_granularity: str | None = arg(None, "recompute activations to save memory", choices=["full", "selective"])
     recompute_method: str | None = arg(None, "which layers full recompute takes", choices=["uniform", "block"])
     recompute_num_layers: int | None = arg(None, "layers per recompute chunk")
@@ -68,7 +91,9 @@ class ModelArgs:
 class OptimizerArgs:
     lr: float = arg(1e-6, "peak learning rate")
     min_lr: float = arg(0.0, "learning rate after decay")
-    lr_decay_style: str = arg("constant", "shape of the decay", choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+    lr_decay_style: str = arg(
+        "constant", "shape of the decay", choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    )
     lr_decay_iters: int | None = arg(None, "optimizer steps until --min-lr; unset: all steps of the run")
     lr_warmup_iters: int = arg(0, "optimizer steps of linear warm-up")
     lr_warmup_fraction: float | None = arg(None, "warm-up as a share of --lr-decay-iters")
@@ -94,34 +119,53 @@ class DataArgs:
     apply_chat_template_kwargs: dict = arg({}, "JSON: further arguments of the chat template", parse=json.loads)
     rollout_shuffle: bool = arg(False, "shuffle prompts each epoch (seed: --rollout-seed)")
     rollout_seed: int = arg(42, "seed of prompt order and of sampling")
-    rollout_max_prompt_len: int | None = arg(None, "longest prompt in tokens; unset: --rollout-max-context-len minus one")
-    overlong_prompt: str = arg("skip", "a prompt over the limit: leave it out and count it, or stop", choices=["skip", "error"])
+    rollout_max_prompt_len: int | None = arg(
+        None, "longest prompt in tokens; unset: --rollout-max-context-len minus one"
+    )
+    overlong_prompt: str = arg(
+        "skip", "a prompt over the limit: leave it out and count it, or stop", choices=["skip", "error"]
+    )
     num_epoch: int | None = arg(None, "passes over the prompts; sets --num-rollout when that is unset")
     num_rollout: int | None = arg(None, "rollouts (steps) of the whole run")
     start_rollout_id: int | None = arg(None, "first rollout id; unset: what --load says, else 0")
-    data_source_path: str = arg("slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that hands out prompts", hook="args")
+    data_source_path: str = arg(
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that hands out prompts", hook="args"
+    )
 
 
 @group("rollout")
 class RolloutArgs:
     rollout_function_path: str = arg(
-        "slime.rollout.sglang_rollout.generate_rollout", "function that makes the samples of one step",
+        "slime.rollout.sglang_rollout.generate_rollout",
+        "function that makes the samples of one step",
         hook="args, rollout_id, data_source, evaluation=False",
     )
     eval_function_path: str | None = arg(
-        None, "the same for evaluation; unset: --rollout-function-path", hook="args, rollout_id, data_source, evaluation=False"
+        None,
+        "the same for evaluation; unset: --rollout-function-path",
+        hook="args, rollout_id, data_source, evaluation=False",
     )
-    custom_generate_function_path: str | None = arg(None, "async function that generates one sample", hook="args, sample, sampling_params")
+    custom_generate_function_path: str | None = arg(
+        None, "async function that generates one sample", hook="args, sample, sampling_params"
+    )
     rollout_batch_size: int = arg(32, "prompts per rollout")
     n_samples_per_prompt: int = arg(8, "samples per prompt: one group")
-    over_sampling_batch_size: int | None = arg(None, "prompts drawn at a time while a dynamic filter drops groups; unset: --rollout-batch-size")
-    dynamic_sampling_filter_path: str | None = arg(None, "keeps or drops a finished group", hook="args, samples, **kwargs")
-    dynamic_sampling_max_draws: int = arg(20, "stop with an error when a filter dropped this many whole batches in one rollout")
+    over_sampling_batch_size: int | None = arg(
+        None, "prompts drawn at a time while a dynamic filter drops groups; unset: --rollout-batch-size"
+    )
+    dynamic_sampling_filter_path: str | None = arg(
+        None, "keeps or drops a finished group", hook="args, samples, **kwargs"
+    )
+    dynamic_sampling_max_draws: int = arg(
+        20, "stop with an error when a filter dropped this many whole batches in one rollout"
+    )
     rollout_sample_filter_path: str | None = arg(None, "marks samples with remove_sample", hook="args, samples")
     rollout_all_samples_process_path: str | None = arg(
         None, "sees all groups of a rollout, also dropped ones", hook="args, all_samples, data_source"
     )
-    buffer_filter_path: str | None = arg(None, "chooses groups from the buffer", hook="args, rollout_id, buffer, num_samples")
+    buffer_filter_path: str | None = arg(
+        None, "chooses groups from the buffer", hook="args, rollout_id, buffer, num_samples"
+    )
     partial_rollout: bool = arg(False, "keep unfinished samples for the next rollout instead of waiting for them")
     mask_offpolicy_in_partial_rollout: bool = arg(False, "do not train on tokens that an older policy generated")
     rollout_temperature: float = arg(1.0, "sampling temperature; log-probs of trainer and engine both use it")
@@ -134,7 +178,9 @@ class RolloutArgs:
     rollout_skip_special_tokens: bool = arg(True, "leave special tokens out of the response's text")
     sglang_server_concurrency: int = arg(512, "requests in flight per engine")
     rollout_request_timeout: float = arg(1800.0, "seconds for one /generate request")
-    rollout_max_retries: int = arg(60, "tries of a request whose engine is away (refused, reset, 5xx); 4xx is never retried")
+    rollout_max_retries: int = arg(
+        60, "tries of a request whose engine is away (refused, reset, 5xx); 4xx is never retried"
+    )
     rollout_health_check_interval: float = arg(10.0, "seconds between health checks of an engine; 0 turns them off")
     rollout_health_check_timeout: float = arg(60.0, "seconds that a health check may take")
     rollout_health_check_failures: int = arg(3, "failed health checks in a row before an engine is restarted")
@@ -150,7 +196,8 @@ class RolloutArgs:
 @group("reward")
 class RewardArgs:
     rm_type: str | None = arg(
-        None, "built-in reward: math, exact, f1, reasoning_gym, remote_rm, deepscaler, dapo, random (see docs/rewards.md)"
+        None,
+        "built-in reward: math, exact, f1, reasoning_gym, remote_rm, deepscaler, dapo, random (see docs/rewards.md)",
     )
     rm_url: str | None = arg(None, "URL for --rm-type remote_rm")
     rm_timeout: float = arg(30.0, "seconds that grading one sample may take; more is an error, not a zero")
@@ -158,7 +205,9 @@ class RewardArgs:
     group_rm: bool = arg(False, "the reward function takes a whole group")
     reward_key: str | None = arg(None, "key of a dict reward that is trained on")
     eval_reward_key: str | None = arg(None, "the same for evaluation")
-    custom_reward_post_process_path: str | None = arg(None, "replaces group normalisation of rewards", hook="args, samples")
+    custom_reward_post_process_path: str | None = arg(
+        None, "replaces group normalisation of rewards", hook="args, samples"
+    )
     custom_convert_samples_to_train_data_path: str | None = arg(None, "samples to columns", hook="args, samples")
 
 
@@ -169,34 +218,63 @@ class BatchArgs:
     micro_batch_size: int = arg(1, "samples per micro-batch where --use-dynamic-batch-size is off")
     use_dynamic_batch_size: bool = arg(True, "pack micro-batches by tokens, up to --max-tokens-per-gpu")
     max_tokens_per_gpu: int = arg(4096, "tokens per micro-batch and context-parallel rank")
-    log_probs_max_tokens_per_gpu: int | None = arg(None, "the same for passes without gradient; unset: as --max-tokens-per-gpu")
-    log_probs_chunk_size: int = arg(1024, "rows of the vocabulary matrix computed at a time; bounds the memory of the log-prob pass")
+    log_probs_max_tokens_per_gpu: int | None = arg(
+        None, "the same for passes without gradient; unset: as --max-tokens-per-gpu"
+    )
+    log_probs_chunk_size: int = arg(
+        1024, "rows of the vocabulary matrix computed at a time; bounds the memory of the log-prob pass"
+    )
     balance_data: bool = arg(True, "spread samples over data-parallel ranks by tokens")
 
 
 @group("algorithm")
 class AlgorithmArgs:
-    loss_type: str = arg("policy_loss", "what is trained", choices=["policy_loss", "sft_loss", "custom_loss", "value_loss"])
+    loss_type: str = arg(
+        "policy_loss", "what is trained", choices=["policy_loss", "sft_loss", "custom_loss", "value_loss"]
+    )
     custom_loss_path: str | None = arg(
-        None, "your loss; implies --loss-type custom_loss (docs/custom_loss.md)", hook="args, batch, logits, sum_of_sample_mean",
+        None,
+        "your loss; implies --loss-type custom_loss (docs/custom_loss.md)",
+        hook="args, batch, logits, sum_of_sample_mean",
         aliases=["--custom-loss-function-path"],
     )
-    custom_advantage_function_path: str | None = arg(None, "sets advantages and returns in place", hook="args, rollout_data")
+    custom_advantage_function_path: str | None = arg(
+        None, "sets advantages and returns in place", hook="args, rollout_data"
+    )
     custom_tis_function_path: str | None = arg(
-        None, "importance weights between engine and trainer",
+        None,
+        "importance weights between engine and trainer",
         hook="*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths",
     )
     custom_pg_loss_reducer_function_path: str | None = arg(
-        None, "aggregation of the policy loss", hook="total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
+        None,
+        "aggregation of the policy loss",
+        hook="total_lengths, response_lengths, loss_masks, calculate_per_token_loss",
     )
-    custom_megatron_before_log_prob_hook_path: str | None = arg(None, "called before a log-prob pass", hook="args, model, store_prefix")
+    custom_megatron_before_log_prob_hook_path: str | None = arg(
+        None, "called before a log-prob pass", hook="args, model, store_prefix"
+    )
     custom_megatron_before_train_step_hook_path: str | None = arg(
         None, "called before an optimizer step", hook="args, rollout_id, step_id, model, optimizer, opt_param_scheduler"
     )
-    rollout_data_postprocess_path: str | None = arg(None, "sees the rank's data after log-probs and advantages", hook="args, rollout_id, rollout_data")
+    rollout_data_postprocess_path: str | None = arg(
+        None, "sees the rank's data after log-probs and advantages", hook="args, rollout_id, rollout_data"
+    )
     advantage_estimator: str = arg(
-        "grpo", "how rewards become advantages",
-        choices=["grpo", "gspo", "cispo", "rloo", "maxrl", "tailrl", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "on_policy_distillation"],
+        "grpo",
+        "how rewards become advantages",
+        choices=[
+            "grpo",
+            "gspo",
+            "cispo",
+            "rloo",
+            "maxrl",
+            "tailrl",
+            "ppo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "on_policy_distillation",
+        ],
     )
     eps_clip: float = arg(0.2, "lower clip of the ratio: 1 - eps_clip")
     eps_clip_high: float | None = arg(0.28, "upper clip of the ratio: 1 + eps_clip_high")
@@ -207,7 +285,9 @@ class AlgorithmArgs:
     kl_coef: float = arg(0.0, "KL to the reference inside the reward")
     use_kl_loss: bool = arg(False, "KL to the reference as a loss term")
     kl_loss_coef: float = arg(0.0, "weight of the KL loss")
-    kl_loss_type: str = arg("low_var_kl", "estimator of the KL", choices=["k1", "k2", "k3", "low_var_kl"], aliases=["--kl-type"])
+    kl_loss_type: str = arg(
+        "low_var_kl", "estimator of the KL", choices=["k1", "k2", "k3", "low_var_kl"], aliases=["--kl-type"]
+    )
     use_unbiased_kl: bool = arg(False, "weight the KL estimate by the importance ratio")
     entropy_coef: float = arg(0.0, "weight of the entropy bonus")
     normalize_advantages: bool = arg(False, "whiten advantages over all trained tokens")
@@ -231,11 +311,13 @@ class SyncArgs:
     update_weights_interval: int = arg(1, "rollouts between weight updates (train_async.py)")
     update_weight_timeout: float = arg(600.0, "seconds for one bucket before the run stops")
     update_weight_mode: str = arg(
-        "auto", "distributed: NCCL or gloo broadcast; tensor: shared handles for colocated engines on CUDA; auto chooses",
+        "auto",
+        "distributed: NCCL or gloo broadcast; tensor: shared handles for colocated engines on CUDA; auto chooses",
         choices=["auto", "distributed", "tensor"],
     )
     check_weights_interval: int | None = arg(
-        None, "compare digests of all tensors with the engines at the first and every n-th sync; unset: 1 on CPU, 50 on GPUs; 0: never"
+        None,
+        "compare digests of all tensors with the engines at the first and every n-th sync; unset: 1 on CPU, 50 on GPUs; 0: never",
     )
 
 
@@ -262,13 +344,17 @@ class EvalArgs:
 
 @group("what a run leaves and shows")
 class ObservabilityArgs:
-    run_dir: str = arg("runs/default", "folder for metrics.jsonl, samples, logs, TensorBoard files, pictures and the resolved config")
+    run_dir: str = arg(
+        "runs/default", "folder for metrics.jsonl, samples, logs, TensorBoard files, pictures and the resolved config"
+    )
     use_tensorboard: bool = arg(True, "write TensorBoard files")
     progress: str = arg("auto", "progress bars; auto: on a terminal", choices=["auto", "on", "off"])
     custom_rollout_log_function_path: str | None = arg(
         None, "your own rollout log; True skips ours", hook="rollout_id, args, samples, extra_metrics, rollout_time"
     )
-    custom_eval_rollout_log_function_path: str | None = arg(None, "the same for evaluation", hook="rollout_id, args, data, extra_metrics")
+    custom_eval_rollout_log_function_path: str | None = arg(
+        None, "the same for evaluation", hook="rollout_id, args, data, extra_metrics"
+    )
 
 
 @group("debugging")
@@ -276,7 +362,9 @@ class DebugArgs:
     debug_rollout_only: bool = arg(False, "generate and score, never train")
     debug_train_only: bool = arg(False, "train on saved samples, start no engine")
     save_debug_rollout_data: str | None = arg(None, "where to save each rollout's samples; {rollout_id} is filled in")
-    load_debug_rollout_data: str | None = arg(None, "samples to train on instead of generating; implies --debug-train-only")
+    load_debug_rollout_data: str | None = arg(
+        None, "samples to train on instead of generating; implies --debug-train-only"
+    )
     dry_run: bool = arg(False, "print the plan (flags, ranks, engines, batch arithmetic) and stop")
 
 

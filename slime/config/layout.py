@@ -7,7 +7,7 @@ from slime.config.args import Args
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Counts only. `world_size` is trainer ranks; an engine takes `engine_tp` ranks of its own unless colocated."""
+    """Counts only. `world_size`: trainer ranks (0 with --debug-rollout-only). An engine takes `engine_tp` ranks of its own unless colocated."""
 
     world_size: int
     tp: int
@@ -37,7 +37,7 @@ class Layout:
 def make_layout(args: Args) -> Layout:
     """The layout of derived and validated args."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    world = args.actor_num_nodes * args.actor_num_gpus_per_node
+    world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     engines = 0 if args.debug_train_only else args.rollout_num_gpus // args.rollout_num_gpus_per_engine
     return Layout(
@@ -46,7 +46,7 @@ def make_layout(args: Args) -> Layout:
         pp=pp,
         cp=cp,
         ep=args.expert_model_parallel_size,
-        dp=world // (tp * pp * cp),
+        dp=max(1, world // (tp * pp * cp)),
         num_engines=engines,
         engine_tp=args.rollout_num_gpus_per_engine,
         colocate=args.colocate,

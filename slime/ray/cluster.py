@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import ray
@@ -31,8 +32,10 @@ def ray_session(args: Args, layout: Layout) -> Iterator[None]:
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
     # Workers print what users must see through the driver; Ray's own deduplication would hide ranks.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Modules that the driver can import (a user's hooks), its workers can import too.
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p and os.path.isdir(p))}}
     if address:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR, runtime_env=environment)
     else:
         check_local_cores(args, layout)
         ray.init(
@@ -43,6 +46,7 @@ def ray_session(args: Args, layout: Layout) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=True,
             logging_level=logging.ERROR,
+            runtime_env=environment,
         )
     try:
         yield

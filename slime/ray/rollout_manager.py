@@ -52,7 +52,8 @@ class _RolloutManager:
     def endpoints(self) -> list[Any]:
         return self._fleet.endpoints() if self._fleet is not None else []
 
-    def set_version(self, version: int) -> None:
+    def weights_are(self, version: int) -> None:
+        """The engines hold this version now; one that is restarted gets it again."""
         if self._fleet is not None:
             self._fleet.version = version
 
@@ -72,7 +73,7 @@ class _RolloutManager:
         samples = flatten(groups)
         metrics.update(self._log_samples(rollout_id, samples, metrics, time.monotonic() - started))
         self._save_debug(rollout_id, samples)
-        if self._args.debug_rollout_only:
+        if self._layout.world_size == 0:
             return RolloutOutput([], metrics)
         data, schedule_metrics = self._to_rank_data(samples)
         metrics.update(schedule_metrics)
@@ -93,13 +94,21 @@ class _RolloutManager:
             return {}
         return eval_metrics(self._args, output)
 
-    def state(self) -> dict[str, Any]:
-        """The data cursor and the buffer, for the checkpoint."""
-        return self._source.state_dict() if hasattr(self._source, "state_dict") else {}
+    def save_state(self, rollout_id: int) -> dict[str, Any]:
+        """The data cursor and the buffer, for the checkpoint. A user's data source without state_dict saves itself."""
+        if hasattr(self._source, "state_dict"):
+            return {"data": self._source.state_dict()}
+        self._source.save(rollout_id)
+        return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        if state:
-            self._source.load_state_dict(state)
+    def load_state(self, start_rollout_id: int, state: dict[str, Any] | None) -> None:
+        """Continues where the checkpoint of the rollout before `start_rollout_id` stood; state None: a fresh start."""
+        if state is None:
+            return
+        if "data" in state:
+            self._source.load_state_dict(state["data"])
+        else:
+            self._source.load(start_rollout_id - 1)
 
     def offload(self) -> None:
         if self._fleet is not None:

@@ -61,6 +61,8 @@ class TrainGroup:
 
     def init(self) -> int:
         """Builds and loads the model on every rank; returns the first rollout id (after a resume, the next one)."""
+        if not self.ranks:
+            return self._args.start_rollout_id or 0
         master = ray.get(self.ranks[0].address.remote())
         self._infos = ray.get([r.init.remote(self._args, master, self._role) for r in self.ranks])
         starts = {info.start_rollout_id for info in self._infos}
@@ -93,7 +95,7 @@ class TrainGroup:
         self.call_all("save_hf", folder)
 
     def load_extra_state(self) -> dict[str, Any] | None:
-        return ray.get(self.ranks[0].call.remote("load_extra_state"))
+        return ray.get(self.ranks[0].call.remote("load_extra_state")) if self.ranks else None
 
 
 def get_all(jobs: list[Any]) -> list[Any]:
