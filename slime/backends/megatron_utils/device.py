@@ -151,6 +151,17 @@ def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo copies whole buffers even where a group has one rank and the result is already in place."""
+
+    def call(output: torch.Tensor, source: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == source.data_ptr():
+            return None
+        return collective(output, source, *args, group=group, **kwargs)
+
+    return call
+
+
 def _adapt_module(module: types.ModuleType, view: _CpuTorch) -> None:
     name = module.__name__
     if module.__dict__.get("torch") is torch:
@@ -160,6 +171,9 @@ def _adapt_module(module: types.ModuleType, view: _CpuTorch) -> None:
     elif name == "megatron.core.tensor_parallel.random":
         module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
         module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    elif name == "megatron.core.distributed.param_and_grad_buffer":
+        module.dist_reduce_scatter_func = _unless_alone(module.dist_reduce_scatter_func)
+        module.dist_all_gather_func = _unless_alone(module.dist_all_gather_func)
     elif name.startswith("megatron.core.transformer.moe"):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             module.maybe_move_tensor_to_cpu = _move_to_cpu
