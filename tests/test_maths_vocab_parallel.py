@@ -1,0 +1,159 @@
+"""Log-probs and entropy from hidden states or logits, whole or split over ranks, against float64 autograd."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from slime.utils.vocab_parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+
+
+def reference(hidden, weight, targets, temperature=1.0):
+    """Plain float64: the whole matrix, torch's own log_softmax."""
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def problem(n, vocab, width, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, width, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (n,), generator=g)
+    return hidden, weight, targets, torch.randn(n, generator=g).double(), torch.randn(n, generator=g).double()
+
+
+def grads(outputs, weights, inputs):
+    total = sum((out.double() * w).sum() for out, w in zip(outputs, weights, strict=True))
+    return torch.autograd.grad(total, inputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(0, 9), vocab=st.integers(1, 23), width=st.integers(1, 5), chunk=st.integers(1, 10),
+    temperature=st.sampled_from([0.6, 1.0, 1.7]), padding=st.integers(0, 3), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_linear_equals_reference(n, vocab, width, chunk, temperature, padding, seed):
+    hidden, weight, targets, g_lp, g_ent = problem(n, vocab, width, seed)
+    g_lp[: n // 3] = 0.0  # rows without gradient are skipped
+    g_ent[: n // 3] = 0.0
+    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, padding), value=50.0).requires_grad_()
+    out = linear_log_probs_and_entropy(
+        hidden, padded, targets, temperature=temperature, chunk_size=chunk, with_entropy=True, vocab_size=vocab
+    )
+    want = reference(hidden, weight, targets, temperature)
+    for a, b in zip(out, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    got_h, got_w = grads(out, (g_lp, g_ent), (hidden, padded))
+    want_h, want_w = grads(want, (g_lp, g_ent), (hidden, weight))
+    torch.testing.assert_close(got_h, want_h, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(got_w[:vocab], want_w, rtol=1e-8, atol=1e-8)
+    assert not got_w[vocab:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype):
+    hidden, weight, targets, g_lp, g_ent = problem(37, 101, 13, dtype=dtype)
+    out = linear_log_probs_and_entropy(hidden, weight, targets, chunk_size=8, with_entropy=True)
+    assert all(x.dtype == torch.float32 for x in out)
+    want = reference(hidden, weight, targets)
+    tight = 1e-5 if dtype == torch.float32 else 5e-2  # logits of bf16 inputs may be rounded to bf16
+    for a, b in zip(out, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tight, atol=tight)
+    for a, b in zip(
+        grads(out, (g_lp, g_ent), (hidden, weight)), grads(want, (g_lp, g_ent), (hidden, weight)), strict=True
+    ):
+        assert a.dtype == dtype
+        assert (a - b).double().norm() <= tight * b.double().norm()
+
+
+@settings(max_examples=20, deadline=None)
+@given(n=st.integers(0, 7), vocab=st.integers(1, 19), padding=st.integers(0, 2), seed=st.integers(0, 99))
+def test_logits_equal_reference(n, vocab, padding, seed):
+    hidden, weight, targets, g_lp, g_ent = problem(n, vocab, 4, seed)
+    logits = (hidden @ weight.t()).detach()
+    padded = torch.nn.functional.pad(logits, (0, padding), value=99.0).requires_grad_()
+    out = vocab_parallel_log_probs_and_entropy(padded, targets, with_entropy=True, vocab_size=vocab)
+    plain = logits.clone().requires_grad_()
+    want = reference(plain, torch.eye(vocab), targets)
+    for a, b in zip(out, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    (got,) = grads(out, (g_lp, g_ent), (padded,))
+    (expected,) = grads(want, (g_lp, g_ent), (plain,))
+    torch.testing.assert_close(got[:, :vocab], expected, rtol=1e-8, atol=1e-8)
+    assert not got[:, vocab:].any()
+
+
+def test_only_one_of_the_outputs_may_have_a_gradient():
+    hidden, weight, targets, g, _ = problem(6, 11, 3)
+    for index in (0, 1):
+        out = linear_log_probs_and_entropy(hidden, weight, targets, chunk_size=4, with_entropy=True)[index]
+        want = reference(hidden, weight, targets)[index]
+        for a, b in zip(grads([out], [g], (hidden, weight)), grads([want], [g], (hidden, weight)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert linear_log_probs_and_entropy(hidden, weight, targets)[1] is None
+
+
+def test_backward_twice_over_a_retained_graph():
+    hidden, weight, targets, g, _ = problem(5, 7, 3)
+    out, _ = linear_log_probs_and_entropy(hidden, weight, targets, chunk_size=2)
+    first = torch.autograd.grad((out * g).sum(), (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad((out * g).sum(), (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_extreme_logits_stay_finite():
+    hidden = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    out = linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 0, 2]), with_entropy=True)
+    torch.testing.assert_close(out[0], torch.tensor([0.0, -2e4, -torch.log(torch.tensor(3.0))]))
+    assert out[1].isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out[0].sum() + out[1].sum(), (hidden, weight)))
+
+
+def test_faults_are_named():
+    hidden, weight, targets, *_ = problem(3, 5, 2)
+    with pytest.raises(ValueError, match=r"hidden \(3, 2\).*targets \(2,\)"):
+        linear_log_probs_and_entropy(hidden, weight, targets[:2])
+    with pytest.raises(ValueError, match="token id 9 is outside the vocabulary of 5"):
+        linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 9, 1]))
+    with pytest.raises(ValueError, match="token id -1"):
+        vocab_parallel_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([-1]))
+
+
+def _on_rank(rank, world_size, port, vocab, columns):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    hidden, weight, targets, g_lp, g_ent = problem(9, vocab, 4)
+    full = torch.nn.functional.pad(weight.detach(), (0, 0, 0, columns * world_size - vocab))
+    mine = full[rank * columns : (rank + 1) * columns].clone().requires_grad_()
+    out = linear_log_probs_and_entropy(
+        hidden, mine, targets, tp_group=dist.group.WORLD, temperature=0.7, chunk_size=4, with_entropy=True,
+        vocab_size=vocab,
+    )  # fmt: skip
+    d_hidden, d_weight = grads(out, (g_lp, g_ent), (hidden, mine))
+    logits = (hidden.detach() @ mine.detach().t() / 0.7).requires_grad_()
+    plain = vocab_parallel_log_probs_and_entropy(
+        logits, targets, tp_group=dist.group.WORLD, with_entropy=True, vocab_size=vocab
+    )
+    (d_logits,) = grads(plain, (g_lp, g_ent), (logits,))
+    dist.destroy_process_group()
+    return [x.detach().numpy() for x in (*out, d_hidden, d_weight, *plain, d_logits)]
+
+
+@pytest.mark.parametrize(("vocab", "columns"), [(11, 6), (5, 5)])  # the second leaves rank 1 with padding only
+def test_split_vocabulary_equals_whole(vocab, columns):
+    results = run_ranks(2, _on_rank, vocab, columns)
+    hidden, weight, targets, g_lp, g_ent = problem(9, vocab, 4)
+    want = reference(hidden, weight, targets, 0.7)
+    d_hidden, d_weight = grads(want, (g_lp, g_ent), (hidden, weight))
+    logits = (hidden.detach() @ weight.detach().t() / 0.7).requires_grad_()
+    (d_logits,) = grads(reference(logits, torch.eye(vocab), targets), (g_lp, g_ent), (logits,))
+    for rank, (lp, entropy, dh, _, lp2, entropy2, _) in enumerate(results):
+        for a, b in ((lp, want[0]), (lp2, want[0]), (entropy, want[1]), (entropy2, want[1]), (dh, d_hidden)):
+            torch.testing.assert_close(torch.from_numpy(a), b.detach(), rtol=1e-9, atol=1e-9, msg=f"rank {rank}")
+    whole_w = torch.cat([torch.from_numpy(r[3]) for r in results])
+    whole_z = torch.cat([torch.from_numpy(r[6]) for r in results], dim=1)
+    torch.testing.assert_close(whole_w[:vocab], d_weight, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(whole_z[:, :vocab], d_logits, rtol=1e-9, atol=1e-9)
+    assert not whole_w[vocab:].any() and not whole_z[:, vocab:].any()
