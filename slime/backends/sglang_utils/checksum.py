@@ -121,6 +121,8 @@ class EngineDigests:
             raise ValueError(f"engine digests: {name} came twice")
         ranks = self._pending.setdefault(target, [_Pending(self._new_hasher(), parts) for _ in range(self._tp)])
         for rank, (pending, shard) in enumerate(zip(ranks, shards, strict=True)):
+            if part < pending.next_part or part in pending.early:
+                raise ValueError(f"engine digests: {name} came twice")
             if part != pending.next_part:
                 pending.early[part] = shard.clone()
                 continue

@@ -144,6 +144,13 @@ def engine_site() -> Path:
     return folder
 
 
+def check_model_folder(folder: str) -> None:
+    """Raises ConfigError at once for what the engine would only report after half a minute of imports."""
+    load_hf_config(folder)
+    if not any(next(Path(folder).glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
+        raise ConfigError(f"--hf-checkpoint {folder}: there are no weights in it (*.safetensors)")
+
+
 class SGLangServer:
     """Starts and stops one server. `url` is fixed by the first start: a restart takes the same port when it is free.
 
@@ -183,6 +190,8 @@ class SGLangServer:
 
     def launch(self) -> None:
         """Starts the process without waiting: the nodes of one engine must all be started before any is ready."""
+        if "load_format" not in self.args.sglang:
+            check_model_folder(self.spec.model)
         port = self._choose_port()
         command = server_command(self.args, self.spec, port, free_port(self.spec.host, taken=[port]))
         self._process = ManagedProcess(self.name, command, self.log_path, server_env(self.args, self.spec))

@@ -1,0 +1,179 @@
+"""The monitor's judgement, order of steps and limits, with engines that this file can break at will."""
+
+import threading
+import time
+
+import pytest
+
+from slime.backends.sglang_utils.client import EngineEndpoint, EngineError
+from slime.backends.sglang_utils.monitor import EngineLost, EngineMonitor
+from slime.config import Args
+
+
+class BreakableEngine:
+    """`healthy` and `running` are switches of the test; `log` collects what happened, in order."""
+
+    def __init__(self, index, log):
+        self.index, self.log = index, log
+        self.healthy, self.running, self.probes, self.starts = True, True, 0, 0
+
+    def is_alive(self):
+        return self.running
+
+    def failure(self):
+        return f"engine {self.index} ended with status 137"
+
+    def probe(self, timeout):
+        self.probes += 1
+        if not self.healthy:
+            raise EngineError("http://engine", "health_generate", 503, "busy or stuck")
+
+    def endpoint(self):
+        return EngineEndpoint(f"http://engine{self.index}.{self.starts}")
+
+    def restart(self):
+        self.log.append(("restart", self.index))
+        self.starts += 1
+        self.healthy = self.running = True
+        return self.endpoint()
+
+
+class WorkerList:
+    def __init__(self, log):
+        self.log = log
+
+    def add(self, url):
+        self.log.append(("add", url))
+
+    def remove(self, url):
+        self.log.append(("remove", url))
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def watch():
+    """Starts a monitor over two engines: returns (engines, log, monitor)."""
+    monitors = []
+
+    def start(on_restarted=None, **flags):
+        log = []
+        flags = {"rollout_health_check_interval": 0.01, "rollout_health_check_failures": 3, **flags}
+        engines = [BreakableEngine(i, log) for i in range(2)]
+
+        def give_weights(index, endpoint):
+            log.append(("weights", endpoint.url))
+            if on_restarted:
+                on_restarted(index, endpoint)
+
+        monitor = EngineMonitor(engines, WorkerList(log), Args(**flags), give_weights, alive_interval=0.005)
+        monitor.start()
+        monitors.append(monitor)
+        return engines, log, monitor
+
+    yield start
+    for monitor in monitors:
+        monitor.stop()
+
+
+RECOVERY = [
+    ("remove", "http://engine1.0"),
+    ("restart", 1),
+    ("weights", "http://engine1.1"),
+    ("add", "http://engine1.1"),
+]
+
+
+def test_dead_process_is_restarted_and_serves_only_with_the_weights(watch):
+    engines, log, monitor = watch()
+    engines[1].running = False
+    wait_for(lambda: len(log) == 4)
+    assert log == RECOVERY
+    monitor.raise_if_lost()
+
+
+def test_one_failed_probe_does_not_kill(watch):
+    engines, log, _ = watch()
+    for _ in range(4):
+        engines[0].healthy = False
+        seen = engines[0].probes
+        wait_for(lambda: engines[0].probes > seen)  # noqa: B023
+        engines[0].healthy = True
+        seen = engines[0].probes
+        wait_for(lambda: engines[0].probes > seen + 1)  # noqa: B023
+    assert log == []
+
+
+def test_probes_failing_in_a_row_do(watch):
+    engines, log, _ = watch()
+    engines[1].healthy = False
+    wait_for(lambda: len(log) == 4)
+    assert log == RECOVERY and engines[1].probes >= 3
+
+
+def test_pause_holds_everything_and_forgets_failures(watch):
+    engines, log, monitor = watch()
+    monitor.pause()
+    engines[0].healthy = engines[1].running = False
+    time.sleep(0.1)
+    assert log == []
+    engines[0].healthy = True
+    monitor.resume()
+    wait_for(lambda: len(log) == 4)
+    assert log == RECOVERY  # the one whose process is gone; not the other
+
+
+def test_pause_waits_for_a_restart_under_way(watch):
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(index, endpoint):
+        entered.set()
+        assert leave.wait(30)
+
+    engines, log, monitor = watch(slow)
+    engines[1].running = False
+    assert entered.wait(30)
+    paused = threading.Thread(target=monitor.pause)
+    paused.start()
+    time.sleep(0.05)
+    assert paused.is_alive()
+    leave.set()
+    paused.join(30)
+    assert log == RECOVERY
+
+
+def test_weights_that_do_not_arrive_stop_the_run_and_the_engine_stays_out(watch):
+    def fail(index, endpoint):
+        raise RuntimeError("sync refused")
+
+    engines, log, monitor = watch(fail)
+    engines[1].running = False
+    wait_for(lambda: monitor._lost is not None)
+    assert log == RECOVERY[:3]
+    with pytest.raises(EngineLost, match="sync refused"):
+        monitor.raise_if_lost()
+
+
+def test_restarts_are_bounded(watch):
+    engines, log, monitor = watch(rollout_max_engine_restarts=1)
+    engines[1].running = False
+    wait_for(lambda: len(log) == 4)
+    engines[0].running = False
+    wait_for(lambda: monitor._lost is not None)
+    with pytest.raises(EngineLost, match="engine 0 ended with status 137\n.*--rollout-max-engine-restarts"):
+        monitor.raise_if_lost()
+    assert log == RECOVERY
+
+
+def test_without_fault_tolerance_a_death_stops_the_run(watch):
+    engines, log, monitor = watch(use_fault_tolerance=False)
+    engines[0].running = False
+    wait_for(lambda: monitor._lost is not None)
+    with pytest.raises(EngineLost, match="status 137"):
+        monitor.raise_if_lost()
+    assert log == []
