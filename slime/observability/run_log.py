@@ -15,6 +15,7 @@ from slime.observability.plots import plot_run
 from slime.observability.summary import summarize
 from slime.observability.timers import PhaseTimer
 from slime.observability.trackers import TensorBoardTracker
+from slime.utils.sync_receipt import SyncReceipt
 
 
 class RunLog:
@@ -55,26 +56,25 @@ class RunLog:
         """Numbers for the current step."""
         self._metrics.update(metrics or {})
 
-    def receipt(self, receipt: Any) -> None:
-        """Takes a SyncReceipt. Raises RuntimeError when engines did not take the weights. None: no engine, no sync."""
+    def receipt(self, receipt: SyncReceipt | None) -> None:
+        """Takes what a weight sync left. Raises RuntimeError when engines did not take the weights. None: no engine, no sync."""
         if receipt is None:
             return
         metrics = {
             "sync/tensors": float(receipt.tensors),
             "sync/bytes": float(receipt.bytes),
             "sync/gb_per_s": float(receipt.gb_per_s),
+            "sync/check_time": float(receipt.check_seconds),
         }
         if receipt.digests_checked:
             if not receipt.digests_ok:
                 raise RuntimeError(f"the engines do not hold the weights that were sent to them: {receipt}")
             metrics["sync/verified"] = 1.0
+        if receipt.changed is not None:
+            metrics["sync/changed_tensors"] = float(receipt.changed)
         if self._step is None:
             self._early |= metrics
-            digests = "digests compared" if receipt.digests_checked else "digests not compared this time"
-            self.say(
-                f"first sync: {receipt.tensors} tensors, {receipt.bytes / 1e6:.1f} MB, "
-                f"{receipt.gb_per_s:.2f} GB/s, {digests}"
-            )
+            self.say(f"first sync: {receipt}")
         else:
             self._metrics |= metrics
 
