@@ -31,7 +31,8 @@ def train(args: Args, layout: Layout) -> None:
         start = trainer.init()
         ray.get(manager.load_state.remote(start, trainer.load_extra_state()))
         log = RunLog(args, layout, start)
-        if ray.get(engines):
+        ray.get(engines)
+        if layout.num_engines:
             with log.phase("sync"):
                 log.receipt(sync_weights(trainer, manager, start))
             ray.get(manager.serve.remote(trainer.ranks))
@@ -78,14 +79,12 @@ def due(interval: int | None, rollout_id: int, last: bool) -> bool:
 
 
 def sync_weights(trainer: Any, manager: Any, version: int) -> Any:
-    """Engines get the trainer's weights; returns the receipt. Memory that engines gave back returns around it."""
+    """Engines get the trainer's weights, as this version; returns the receipt."""
     import ray
 
-    trainer.connect_engines(ray.get(manager.endpoints.remote()))
-    ray.get(manager.onload.remote(["weights"]))
+    trainer.connect_engines(*ray.get(manager.begin_sync.remote()))
     receipt = trainer.update_weights(version)
-    ray.get(manager.weights_are.remote(version))
-    ray.get(manager.onload.remote(["kv_cache"]))
+    ray.get(manager.end_sync.remote(version))
     return receipt
 
 

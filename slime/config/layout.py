@@ -7,7 +7,8 @@ from slime.config.args import Args
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Counts only. `world_size`: trainer ranks (0 with --debug-rollout-only). An engine takes `engine_tp` ranks of its own unless colocated."""
+    """Counts only. world_size: trainer ranks, 0 with --debug-rollout-only. engine_tp: ranks of one engine, which are
+    its own unless colocated."""
 
     world_size: int
     tp: int

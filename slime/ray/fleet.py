@@ -1,98 +1,76 @@
 """`EngineFleet`: all engines and the router of a run, owned by the rollout manager."""
 
-import threading
 from typing import Any
 
 import ray
 
 from slime.backends.sglang_utils.client import EngineClient, EngineEndpoint
+from slime.backends.sglang_utils.engine_actor import SGLangEngineActor
+from slime.backends.sglang_utils.monitor import EngineMonitor
 from slime.backends.sglang_utils.router import SGLangRouter
 from slime.config import Args, Layout
 from slime.ray.placement import Bundle
 
-
-class _EngineHost:
-    """The part of one engine on one node: a server process, beside the devices that it uses."""
-
-    def __init__(self, args: Args, index: int, node_rank: int, nnodes: int, base_gpu_id: int):
-        self._args, self._index = args, index
-        self._where = {"node_rank": node_rank, "nnodes": nnodes, "base_gpu_id": base_gpu_id}
-        self._server: Any = None
-
-    def address(self) -> tuple[str, int]:
-        from slime.utils.net import free_port
-
-        return ray.util.get_node_ip_address(), free_port()
-
-    def start(self, dist_init_addr: str | None, wait: bool = True) -> str:
-        from slime.backends.sglang_utils.server import EngineSpec, SGLangServer
-
-        if self._server is None:
-            host = "127.0.0.1" if self._args.device == "cpu" else ray.util.get_node_ip_address()
-            spec = EngineSpec.from_args(
-                self._args, self._index, host=host, dist_init_addr=dist_init_addr, **self._where
-            )
-            self._server = SGLangServer(self._args, spec)
-        if wait:
-            self._server.start()
-        else:
-            self._server.launch()
-        return self._server.url
-
-    def is_alive(self) -> bool:
-        return self._server is not None and self._server.is_alive()
-
-    def failure(self) -> str:
-        return self._server.failure() if self._server is not None else "it was never started"
-
-    def pids(self) -> list[int]:
-        return self._server.pids() if self._server is not None else []
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.stop()
-
-
-_EngineHostActor: Any = ray.remote(_EngineHost)
+_EngineHost: Any = ray.remote(SGLangEngineActor)
 
 
 class Engine:
-    """One engine: its hosts (one per node it spans), its endpoint."""
+    """One engine through the Ray actors of the nodes that it spans; what `EngineMonitor` watches."""
 
     def __init__(self, args: Args, layout: Layout, index: int, bundles: list[Bundle]):
         self.index = index
         cuda = args.device == "cuda"
         share = 0.2 if layout.colocate else 1.0  # beside a trainer rank, which takes 0.4
-        step = min(len(bundles), args.num_gpus_per_node) if cuda else len(bundles)
-        firsts = bundles[::step]
-        self.hosts = [
-            _EngineHostActor.options(
+        first_of_node = bundles[:: args.num_gpus_per_node] if cuda else bundles[:1]
+        self._hosts = [
+            _EngineHost.options(
                 num_cpus=share, num_gpus=share if cuda else 0, scheduling_strategy=first.strategy()
-            ).remote(args, index, node_rank, len(firsts), first.gpu or 0)
-            for node_rank, first in enumerate(firsts)
+            ).remote(
+                args,
+                index,
+                base_gpu_id=first.gpu or 0,
+                node_rank=node_rank,
+                nnodes=len(first_of_node),
+                host=first.node_ip if cuda else None,
+            )
+            for node_rank, first in enumerate(first_of_node)
         ]
-        self.endpoint: EngineEndpoint | None = None
-        self._tp, self._rank_offset = layout.engine_tp, 1 + index * layout.engine_tp
+        self._endpoint: EngineEndpoint | None = None
 
-    def launch(self) -> list[Any]:
-        """Starts the processes; the references resolve when the engine answers."""
+    def launch(self, method: str = "start") -> list[Any]:
+        """Starts the processes; the first reference resolves to the endpoint when the engine answers."""
         init_addr = None
-        if len(self.hosts) > 1:
-            ip, port = ray.get(self.hosts[0].address.remote())
+        if len(self._hosts) > 1:
+            ip, port = ray.get(self._hosts[0].address.remote())
             init_addr = f"{ip}:{port}"
-        return [h.start.remote(init_addr, wait=rank == 0) for rank, h in enumerate(self.hosts)]
+        return [getattr(h, method).remote(init_addr, wait=rank == 0) for rank, h in enumerate(self._hosts)]
 
-    def settle(self, urls: list[str]) -> None:
-        self.endpoint = EngineEndpoint(urls[0], self._tp, self._rank_offset)
+    def settle(self, jobs: list[Any]) -> EngineEndpoint:
+        self._endpoint = ray.get(jobs)[0]
+        return self.endpoint()
+
+    def endpoint(self) -> EngineEndpoint:
+        assert self._endpoint is not None, "not started"
+        return self._endpoint
+
+    def restart(self) -> EngineEndpoint:
+        return self.settle(self.launch("restart"))
 
     def is_alive(self) -> bool:
-        return all(ray.get([h.is_alive.remote() for h in self.hosts]))
+        return all(ray.get([h.is_alive.remote() for h in self._hosts]))
 
     def failure(self) -> str:
-        return "; ".join(ray.get([h.failure.remote() for h in self.hosts]))
+        return "\n".join(ray.get([h.failure.remote() for h in self._hosts]))
+
+    def probe(self, timeout: float) -> None:
+        with EngineClient(self.endpoint().url) as client:
+            client.health_generate(timeout)
+
+    def pids(self) -> list[int]:
+        return [pid for pids in ray.get([h.pids.remote() for h in self._hosts]) for pid in pids]
 
     def stop(self) -> list[Any]:
-        return [h.stop.remote() for h in self.hosts]
+        return [h.stop.remote() for h in self._hosts]
 
 
 class EngineFleet:
@@ -103,9 +81,9 @@ class EngineFleet:
         tp = layout.engine_tp
         self.engines = [Engine(args, layout, i, bundles[i * tp : (i + 1) * tp]) for i in range(layout.num_engines)]
         self._router: SGLangRouter | None = None
-        self._monitor: Any = None
+        self._monitor: EngineMonitor | None = None
+        self._train_ranks: list[Any] = []
         self._released: set[str] = set()
-        self._lock = threading.Lock()
         self.version = 0
 
     def start(self) -> Args:
@@ -115,20 +93,52 @@ class EngineFleet:
         self._router = SGLangRouter(self._args, host)
         self._router.start()
         for engine, job in zip(self.engines, jobs, strict=True):
-            engine.settle(ray.get(job))
+            engine.settle(job)
         self._args = self._args.replace(sglang_router_ip=self._router.host, sglang_router_port=self._router.port)
         return self._args
 
     def endpoints(self) -> list[EngineEndpoint]:
-        return [e.endpoint for e in self.engines if e.endpoint is not None]
+        return [e.endpoint() for e in self.engines]
 
-    def serve(self, train_ranks: list[Any] | None) -> None:
+    @property
+    def restarts(self) -> int:
+        return self._monitor.restarts if self._monitor is not None else 0
+
+    def serve(self, train_ranks: list[Any]) -> None:
+        """Opens the engines to requests and starts to watch them. train_ranks: who can give weights to a new one."""
         assert self._router is not None
-        with self._router.client() as router:
-            for endpoint in self.endpoints():
-                router.add(endpoint.url)
+        self._train_ranks = train_ranks
+        router = self._router.client()
+        for endpoint in self.endpoints():
+            router.add(endpoint.url)
+        self._monitor = EngineMonitor(self.engines, router, self._args, self._give_weights)
+        self._monitor.start()
+
+    def _give_weights(self, index: int, endpoint: EngineEndpoint) -> None:
+        """A restarted engine holds the model folder's weights: give it the run's before it serves."""
+        alone = EngineEndpoint(endpoint.url, endpoint.tp_size, 1)
+        if not self._train_ranks:
+            return
+        ray.get([r.call.remote("connect_engines", [alone]) for r in self._train_ranks])
+        ray.get([r.call.remote("update_weights", self.version) for r in self._train_ranks])
+
+    def pause_watch(self) -> None:
+        """No restarts from here on, as during a weight update; waits for one under way."""
+        if self._monitor is not None:
+            self._monitor.raise_if_lost()
+            self._monitor.pause()
+            self._monitor.raise_if_lost()
+
+    def resume_watch(self) -> None:
+        if self._monitor is not None:
+            self._monitor.resume()
+
+    def raise_if_lost(self) -> None:
+        if self._monitor is not None:
+            self._monitor.raise_if_lost()
 
     def release_memory(self) -> None:
+        self.pause_watch()
         for endpoint in self.endpoints():
             with EngineClient(endpoint.url) as client:
                 client.release_memory_occupation()

@@ -34,28 +34,33 @@ class _RolloutManager:
             return self._args.num_rollout
         return max(1, len(self._source) * self._args.num_epoch // self._args.rollout_batch_size)
 
-    def start(self) -> list[Any]:
-        """Starts router and engines; returns the engines' endpoints, which the trainer connects to."""
+    def start(self) -> None:
+        """Starts router and engines, if the run has any."""
         from slime.ray.fleet import EngineFleet
 
-        if self._layout.num_engines == 0:
-            return []
-        self._fleet = EngineFleet(self._args, self._layout, self._bundles)
-        self._args = self._fleet.start()  # with the router's address, which rollout functions read
-        return self._fleet.endpoints()
+        if self._layout.num_engines:
+            self._fleet = EngineFleet(self._args, self._layout, self._bundles)
+            self._args = self._fleet.start()  # with the router's address, which rollout functions read
 
-    def serve(self, train_ranks: list[Any] | None = None) -> None:
+    def serve(self, train_ranks: list[Any]) -> None:
         """Engines have the weights now: let the router send requests, and watch over them."""
         if self._fleet is not None:
             self._fleet.serve(train_ranks)
 
-    def endpoints(self) -> list[Any]:
-        return self._fleet.endpoints() if self._fleet is not None else []
+    def begin_sync(self) -> tuple[list[Any], int]:
+        """Before a weight update: no engine is restarted meanwhile. Returns all endpoints, and restarts so far."""
+        if self._fleet is None:
+            return [], 0
+        self._fleet.pause_watch()
+        self._fleet.resume_memory(["weights"])
+        return self._fleet.endpoints(), self._fleet.restarts
 
-    def weights_are(self, version: int) -> None:
-        """The engines hold this version now; one that is restarted gets it again."""
+    def end_sync(self, version: int) -> None:
+        """After it: the engines hold this version; one that is restarted gets it again."""
         if self._fleet is not None:
             self._fleet.version = version
+            self._fleet.resume_memory()
+            self._fleet.resume_watch()
 
     def generate(self, rollout_id: int) -> RolloutOutput:
         """One rollout: samples, their rewards, and the data of each data-parallel rank."""
@@ -113,10 +118,6 @@ class _RolloutManager:
     def offload(self) -> None:
         if self._fleet is not None:
             self._fleet.release_memory()
-
-    def onload(self, tags: list[str] | None = None) -> None:
-        if self._fleet is not None:
-            self._fleet.resume_memory(tags)
 
     def stop(self) -> None:
         if self._fleet is not None:

@@ -1,5 +1,6 @@
 """`TrainGroup`: the trainer's ranks as Ray actors, driven together."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -7,6 +8,15 @@ import ray
 
 from slime.config import Args, Layout
 from slime.ray.placement import Bundle
+
+
+@dataclasses.dataclass(frozen=True)
+class RankInfo:
+    """What the driver needs to know of a rank once it is up."""
+
+    start_rollout_id: int
+    dp_rank: int
+    is_metrics_rank: bool
 
 
 class _Rank:
@@ -21,11 +31,13 @@ class _Rank:
 
         return ray.util.get_node_ip_address(), free_port()
 
-    def init(self, args: Args, master: tuple[str, int], role: str) -> Any:
+    def init(self, args: Args, master: tuple[str, int], role: str) -> RankInfo:
         from slime.backends.megatron_utils.actor import MegatronTrainActor
 
         self._actor = MegatronTrainActor(self._rank, self._world_size, *master)
-        return self._actor.init(args, role=role)
+        info = self._actor.init(args, role=role)
+        # A class of the driver's own: unpickling the backend's would import Megatron there.
+        return RankInfo(info.start_rollout_id, info.dp_rank, info.is_metrics_rank)
 
     def train(self, rollout_id: int, refs: list[Any], dp_rank: int) -> Any:
         # A list of one reference is not resolved by Ray, so each rank fetches only its own share.
@@ -57,7 +69,8 @@ class TrainGroup:
             ).remote(rank, layout.world_size)
             for rank, bundle in enumerate(bundles)
         ]
-        self._infos: list[Any] = []
+        self._infos: list[RankInfo] = []
+        self._connected: tuple[list[Any], int] | None = None
 
     def init(self) -> int:
         """Builds and loads the model on every rank; returns the first rollout id (after a resume, the next one)."""
@@ -81,8 +94,11 @@ class TrainGroup:
     def call_all(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         return get_all([r.call.remote(name, *args, **kwargs) for r in self.ranks])
 
-    def connect_engines(self, endpoints: list[Any]) -> None:
-        self.call_all("connect_engines", endpoints)
+    def connect_engines(self, endpoints: list[Any], restarts: int) -> None:
+        """Joins the engines' update groups, unless the same engines, none restarted since, are connected already."""
+        if self._connected != (endpoints, restarts):
+            self.call_all("connect_engines", endpoints)
+            self._connected = (endpoints, restarts)
 
     def update_weights(self, version: int) -> Any:
         """Pushes the weights to the connected engines; returns the receipt."""
