@@ -25,6 +25,7 @@ from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 
+pytestmark = pytest.mark.timeout(120)
 ABORTED, COMPLETED, TRUNCATED = Sample.Status.ABORTED, Sample.Status.COMPLETED, Sample.Status.TRUNCATED
 
 
@@ -216,6 +217,7 @@ def test_default_rollout(make_args, server):
     }  # fmt: skip
     assert server.aborts == 0 and len(server.requests) == 8
     metrics = output.metrics
+    assert metrics["prompts/trained"] == 4 and metrics["prompts/in_flight"] == 0
     assert metrics["rollout/generated_tokens"] == 48 and metrics["rollout/drawn_groups"] == 4
     assert metrics["perf/rollout_tokens_per_s"] == pytest.approx(48 / metrics["perf/generate_time"])
     seeds = [r["sampling_params"]["sampling_seed"] for r in server.requests]

@@ -14,6 +14,7 @@ from slime.utils.async_utils import gather_or_cancel, run
 from slime.utils.http_utils import HttpError, get, num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 
+pytestmark = pytest.mark.timeout(120)
 PAYLOAD = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
 
 

@@ -27,6 +27,8 @@ from slime.rollout.rm_hub.math_utils import compare_numbers
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 
+pytestmark = pytest.mark.timeout(120)
+
 
 def reward(rm_type, response, label, metadata=None, **flags):
     sample = Sample(index=7, response=response, label=label, metadata=metadata or {})

@@ -199,8 +199,9 @@ class _Rollout:
 
     def metrics(self) -> dict[str, float]:
         """Times in seconds. Scoring overlaps with generation: `score_time` is what came after the last token,
-        `score_time_total` the sum over samples."""
+        `score_time_total` the sum over samples. prompts/*: groups by state since the start of the run."""
         tally = self.state.tally
+        accounting: dict[str, int] = getattr(self.data_source, "accounting", dict)()
         generate_time = self.generated - self.started
         return {
             "rollout/drawn_groups": self.drawn,
@@ -213,6 +214,7 @@ class _Rollout:
             "perf/abort_time": time.monotonic() - self.complete,
             "perf/score_time_total": tally.score_seconds,
             "perf/rollout_tokens_per_s": tally.generated_tokens / max(generate_time, 1e-9),
+            **{f"prompts/{state}": n for state, n in accounting.items()},
             **{f"rollout/dynamic_filter/drop_{reason}": n for reason, n in self.reasons.items()},
         }
 
