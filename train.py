@@ -110,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: Args, layout: Layout) -> int:
+    from slime.observability.run_folder import prepare_run_folder
     from slime.ray.cluster import ray_session
     from slime.ray.errors import explain
 
@@ -118,6 +119,9 @@ def run(args: Args, layout: Layout) -> int:
 
     signal.signal(signal.SIGTERM, terminate)
     started = time.monotonic()
+    moved = prepare_run_folder(args)
+    if moved is not None:
+        print(f"slime: an earlier run was in {args.run_dir}; it is now in {moved}")
     try:
         with ray_session(args, layout):
             train(args, layout)
