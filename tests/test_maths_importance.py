@@ -1,0 +1,107 @@
+"""Importance weights between engine and trainer: bounds, levels, veto, masks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.config import Args
+from slime.utils import ppo_utils as pu
+
+
+def t64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def test_tis_clamps_on_both_sides():
+    weight, clipped = pu.tis_weights(t64([0.0, math.log(3), math.log(0.1)]), t64([0.0, 0.0, 0.0]), 0.5, 2.0)
+    np.testing.assert_allclose(weight, [1.0, 2.0, 0.5])
+    assert clipped.tolist() == [0.0, 1.0, 1.0]
+
+
+def test_worked_draft_weights():
+    p, q = t64([0.5, 0.3, 0.2]), t64([0.2, 0.5, 0.3])
+    np.testing.assert_allclose(pu.tis_weights(p.log(), q.log(), 0.0, 2.0)[0], [2, 0.6, 0.666667], atol=1e-6)
+
+
+def slow(d, mask, level, mode, lower, upper, veto):
+    at = [t for t, m in enumerate(mask) if m]
+    out = [0.0] * len(d)
+    for t in at:
+        if level == "token":
+            x = d[t]
+        else:
+            x = sum(d[s] for s in at) / (len(at) if level == "geometric" else 1)
+        w = math.exp(max(-20.0, min(20.0, x)))
+        inside = lower <= w <= upper
+        out[t] = {
+            "truncate": min(w, upper),
+            "clip": min(max(w, lower), upper),
+            "mask": w if inside else 0.0,
+            "reject": float(inside),
+        }[mode]
+    if veto is not None and any(d[t] < math.log(veto) for t in at):
+        return [0.0] * len(d)
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.floats(-4, 4), st.sampled_from([0.0, 1.0])), max_size=7),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    mode=st.sampled_from(["truncate", "clip", "mask", "reject"]),
+    veto=st.sampled_from([None, 0.1]),
+)
+def test_mis_equals_slow_form(rows, level, mode, veto):
+    d, mask = [r[0] for r in rows], [r[1] for r in rows]
+    (weights,), (keep,) = pu.mis_weights(
+        [t64(d)], [torch.zeros(len(d))], [t64(mask)], level=level, mode=mode, lower=0.5, upper=2.0, veto=veto
+    )
+    np.testing.assert_allclose(weights.numpy(), slow(d, mask, level, mode, 0.5, 2.0, veto), rtol=1e-12)
+    assert ((weights != 0) <= (keep != 0)).all() and ((keep != 0) <= (t64(mask) != 0)).all()
+
+
+@pytest.mark.parametrize("function", [pu.vanilla_tis_function, pu.icepop_function, pu.mis_function])
+def test_hooks_ignore_masked_garbage_and_pass_no_gradient(function):
+    args = Args(tis_clip=2.0, tis_clip_low=0.5, extra={"mis_level": "sequence", "mis_mode": "mask"})
+    masks = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])]
+
+    def run(garbage):
+        train = [torch.tensor([-1.0, garbage, -1.5], requires_grad=True), torch.tensor([-1.0])]
+        rollout = [torch.tensor([-1.1, -garbage, -1.4]), torch.tensor([-5.0])]
+        loss = torch.tensor([1.0, garbage, 2.0, 3.0], requires_grad=True)
+        out, left, metrics = function(
+            args=args, pg_loss=loss, train_log_probs=train, rollout_log_probs=rollout, loss_masks=masks,
+            total_lengths=[5, 3], response_lengths=[3, 1],
+        )  # fmt: skip
+        torch.where(torch.cat(left) > 0, out, 0.0).sum().backward()
+        assert train[0].grad is None
+        return out.detach(), torch.cat(left), loss.grad, *metrics.values()
+
+    clean = run(0.5)
+    for garbage in (float("nan"), float("inf"), -300.0):
+        for a, b in zip(run(garbage), clean, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_icepop_drops_what_tis_truncates():
+    args = Args(tis_clip=2.0, tis_clip_low=0.5)
+    kw = dict(
+        args=args, pg_loss=torch.ones(3), train_log_probs=[torch.tensor([0.0, 1.0, -1.0])],
+        rollout_log_probs=[torch.zeros(3)], loss_masks=[torch.ones(3)],
+    )  # fmt: skip
+    tis, tis_masks, _ = pu.vanilla_tis_function(**kw)
+    pop, pop_masks, metrics = pu.icepop_function(**kw)
+    assert tis.tolist() == [1.0, 2.0, 0.5] and tis_masks[0].tolist() == [1, 1, 1]
+    assert pop.tolist() == [1.0, 0.0, 0.0] and pop_masks[0].tolist() == [1, 0, 0]
+    assert metrics["tis_rejected"].tolist() == [0, 1, 1]
+
+
+def test_bad_names_and_bounds():
+    with pytest.raises(ValueError, match="level 'word'"):
+        pu.mis_weights([], [], [], level="word")
+    with pytest.raises(ValueError, match=r"bounds \[3.0, 2.0\]"):
+        pu.mis_weights([], [], [], lower=3.0)
