@@ -110,22 +110,20 @@ def test_virtual_pipeline_stages(tmp_path):
 
 
 def logits_of_megatron(rank, world, port, cases):
+    from slime.backends.megatron_utils.data import pack
     from slime.backends.megatron_utils.parallel import destroy_parallel
 
     out = []
     for args in cases:
         (model,), _ = build(args, rank, world, port)
         model.output_layer.deferred = False
-        rows = []
-        for tokens in TOKENS:
-            ids = torch.tensor([tokens])
-            with torch.no_grad():
-                logits = model(ids, torch.arange(len(tokens))[None], None)
-            rows.append(logits[0].float())
-        out.append(rows)
+        tokens, positions, packed = pack([torch.tensor(t) for t in TOKENS])
+        with torch.no_grad():
+            logits = model(tokens, positions, None, packed_seq_params=packed)
+        out.append(logits[0].float().numpy())
         destroy_parallel()
         port += world
-    return [[rows.numpy() for rows in case] for case in out]
+    return out
 
 
 def test_logits_are_those_of_transformers(tmp_path):
@@ -136,11 +134,10 @@ def test_logits_are_those_of_transformers(tmp_path):
     shards = run_ranks(2, logits_of_megatron, [make_args(f, 2, 2, 1) for f in folders])
     for folder, *halves in zip(folders, *shards, strict=True):
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for tokens, *parts in zip(TOKENS, *halves, strict=True):
-            ours = torch.cat([torch.from_numpy(part) for part in parts], dim=-1)[:, : SIZES["vocab_size"]]
-            with torch.no_grad():
-                theirs = reference(torch.tensor([tokens])).logits[0]
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        ours = torch.cat([torch.from_numpy(half) for half in halves], dim=-1)[:, : SIZES["vocab_size"]]
+        with torch.no_grad():
+            theirs = torch.cat([reference(torch.tensor([tokens])).logits[0] for tokens in TOKENS])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def fail_to_save(rank, world, port, args, out):
