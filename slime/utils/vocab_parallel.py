@@ -190,8 +190,7 @@ def _backward(
             grad = z.exp_().mul_(grad_lp[rows, None])
         if grad_lp is not None:
             grad.scatter_add_(1, column[rows, None], -(grad_lp[rows] * here[rows])[:, None])
-        torch.mul(grad, -scale, out=grad)
-        out[rows] = grad
+        out[rows] = grad.mul_(-scale)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -309,7 +308,10 @@ class _LogitsLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_lp: Tensor | None, grad_entropy: Tensor | None = None) -> tuple[Any, ...]:
         logits, targets, log_z, entropy = ctx.saved_tensors
         out = torch.zeros_like(logits)
-        if grad_lp is not None or grad_entropy is not None:
+        grads = [g for g in (grad_lp, grad_entropy) if g is not None]
+        if grads:
             valid = ctx.shard.valid
             _backward(logits[:, :valid], targets, ctx.shard, 1.0, log_z, entropy, grad_lp, grad_entropy, out[:, :valid])
+            reached = torch.stack([g != 0 for g in grads]).any(0)
+            out.masked_fill_(~reached[:, None], 0.0)  # masked rows may hold NaN
         return out, None, None, None
