@@ -1,58 +1,49 @@
 """The rollout function with the real router and a real engine."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-from slime.config import Args
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
+from slime.utils.async_utils import run
+from slime.utils.http_utils import post
 from slime.utils.types import Sample
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def args(tmp_path_factory):
-    from make_tiny_model import make_tiny_model
-
+def args(tiny_engine, tiny_engine_args, tmp_path_factory):
     from slime.backends.sglang_utils.router import SGLangRouter
-    from slime.backends.sglang_utils.server import EngineSpec, SGLangServer
 
+    # The engine is the session's: whatever weights another test gave it, these are the folder's.
+    payload = {"model_path": tiny_engine_args.hf_checkpoint}
+    run(post(f"{tiny_engine.url}/update_weights_from_disk", payload, timeout=120.0))
     folder = tmp_path_factory.mktemp("rollout")
-    make_tiny_model(folder / "model")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "label": str(2 * i)}) + "\n" for i in range(12)))
-    args = Args(
-        hf_checkpoint=str(folder / "model"),
+    args = tiny_engine_args.replace(
         prompt_data=str(prompts),
-        params_dtype="float32",
         run_dir=str(folder),
         rm_type="math",
         rollout_batch_size=2,
         n_samples_per_prompt=2,
         rollout_max_response_len=8,
-        rollout_max_context_len=512,
         rollout_temperature=0.7,
         sglang_server_concurrency=16,
         progress="off",
     )
-    server, router = SGLangServer(args, EngineSpec.from_args(args)), SGLangRouter(args)
+    router = SGLangRouter(args)
+    GenerateState.clear_instances()
     try:
-        server.start()
         router.start()
         with router.client() as client:
-            client.add(server.url)
-        GenerateState.clear_instances()
+            client.add(tiny_engine.url)
         yield args.replace(sglang_router_ip="127.0.0.1", sglang_router_port=router.port)
     finally:
         GenerateState.clear_instances()
         router.stop()
-        server.stop()
 
 
 def log_probs_by_transformers(args, sample):
@@ -87,7 +78,7 @@ def test_a_rollout_has_the_models_log_probs(args):
 
 async def long_from_group_2(args, sample, sampling_params):
     if sample.group_index >= 2:
-        sampling_params |= {"max_new_tokens": 400, "ignore_eos": True}
+        sampling_params |= {"max_new_tokens": 110, "ignore_eos": True}
     return await generate(args, sample, sampling_params)
 
 
@@ -101,7 +92,7 @@ def test_partial_rollout_goes_on_with_the_same_tokens(args):
     before = [(list(s.tokens), list(s.rollout_log_probs or [])) for g in source.buffer for s in g]
     assert any(log_probs for _, log_probs in before)
 
-    second = args.replace(partial_rollout=True, rollout_max_response_len=480)
+    second = args.replace(partial_rollout=True, rollout_max_response_len=115)
     output = generate_rollout(second, 1, source)
     samples = [s for group in output.samples for s in group]
     assert [s.group_index for s in samples] == [2, 2, 3, 3]
