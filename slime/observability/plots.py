@@ -75,7 +75,12 @@ def _draw_main(ax: Any, x: list[int], y: list[float], name: str) -> None:
         label = f"first 5: {first:.3f}   last 5: {last:.3f}"
         ax.text(0.99, 0.04, label, transform=ax.transAxes, ha="right", va="bottom", color=_GREY, fontsize=9)
     ax.set_ylabel(name)
-    ax.legend(frameon=False, fontsize=9, loc="upper left")
+    _legend(ax)
+
+
+def _legend(ax: Any) -> None:
+    """Above the panel at its right, where no curve runs."""
+    ax.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=2, borderaxespad=0)
 
 
 def _draw_lengths(ax: Any, steps: Sequence[dict[str, float]]) -> None:
@@ -85,7 +90,7 @@ def _draw_lengths(ax: Any, steps: Sequence[dict[str, float]]) -> None:
         ax.fill_between(x, low[1], high[1], color=_ORANGE, alpha=0.15, linewidth=0, label="min to max")
     ax.plot(x, mean, color=_ORANGE, linewidth=1.6, label="mean")
     ax.set_ylabel("response tokens")
-    ax.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
+    _legend(ax)
 
 
 def _draw_gap(ax: Any, steps: Sequence[dict[str, float]]) -> None:
@@ -95,7 +100,7 @@ def _draw_gap(ax: Any, steps: Sequence[dict[str, float]]) -> None:
             ax.plot(x, [v if v > 0 else math.nan for v in y], color=_GREY, label=key, **style)
     ax.set_yscale("log")
     ax.set_ylabel("log-prob gap,\nengine to trainer")
-    ax.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
+    _legend(ax)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

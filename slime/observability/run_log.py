@@ -57,7 +57,7 @@ class RunLog:
         self._metrics.update(metrics or {})
 
     def receipt(self, receipt: SyncReceipt | None) -> None:
-        """Takes what a weight sync left. Raises RuntimeError when engines did not take the weights. None: no engine, no sync."""
+        """Takes what a weight sync left (None: there is no engine). Raises RuntimeError when weights did not arrive."""
         if receipt is None:
             return
         metrics = {
