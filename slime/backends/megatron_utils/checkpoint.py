@@ -74,7 +74,8 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    materialise_adam(optimizer)
+    if optimizer is not None:
+        materialise_adam(optimizer)
     state = _state(model, optimizer, scheduler, with_rng=True)
     state["world_size"] = dist.get_world_size()
     dist_checkpointing.save(state, str(partial), sharded_strategy=InProcessSave())
