@@ -15,7 +15,6 @@ from slime.backends.megatron_utils.model import (
     build_model,
     build_optimizer,
     build_scheduler,
-    transformer_config,
     unwrap,
     wrap_model,
 )
@@ -23,8 +22,8 @@ from slime.backends.megatron_utils.parallel import init_parallel
 from slime.backends.megatron_utils.update_weight import WeightUpdater
 from slime.config.errors import ConfigError
 from slime.config.hf_config import load_hf_config
+from slime.config.hooks import load_hook
 from slime.models import load_hf_into, save_hf
-from slime.utils.misc import load_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +60,10 @@ class MegatronTrainActor:
         self.args = args
         self.hf = load_hf_config(args.hf_checkpoint)
         self.ranks = init_parallel(args, self.rank, self.world_size, *self._master, num_layers=self.hf.num_layers)
-        if args.custom_megatron_init_path:
-            load_function(args.custom_megatron_init_path)(args)
+        if (hook := load_hook(args, "custom_megatron_init_path")) is not None:
+            hook(args)
 
-        config = transformer_config(args, self.hf)
-        config.perform_initialization = False  # every weight comes from a file
-        chunks = build_model(args, self.hf, config)
+        chunks = build_model(args, self.hf)
         found = checkpoint.latest_checkpoint(args.load)
         self._ref = self._load_reference(chunks)
         if found is None:
@@ -125,44 +122,59 @@ class MegatronTrainActor:
         """All optimizer steps of one rollout on this rank's share (RankData).
 
         Returns metrics: on the metrics rank the whole run's, elsewhere what that rank knows. Keys: `train/...` (mean
-        over the rollout's steps; `train/steps`), `rollout/...` (log-probs and advantages), `perf/..._time` in seconds.
+        over the rollout's steps; `train/steps`; the gap between trainer and engine) and `perf/..._time` in seconds.
         """
         args, timers = self.args, _Timers()
         columns = data.to_device(rank_data.columns)
         columns["sample_denominators"] = list(rank_data.sample_denominators)
-        multiple = self.ranks.tp_size if self.model[0].config.sequence_parallel else 1
+        self._multiple = self.ranks.tp_size if self.model[0].config.sequence_parallel else 1
         plans = [self._pad(step.micro_batches) for step in rank_data.steps]
-        metrics: dict[str, float] = {}
-
         if args.loss_type != "sft_loss":
             passes = self._log_prob_plan(columns, plans)
             if self._ref is not None:
                 with timers("ref_log_probs_time"), self._reference_weights():
-                    columns |= self._log_probs(columns, passes, multiple, "ref_log_probs", "ref_")
-            with timers("log_probs_time"):
-                columns |= self._log_probs(columns, passes, multiple, "log_probs", "")
+                    columns |= self._log_probs(columns, passes, "ref_log_probs", "ref_")
+            if not self._old_log_probs_come_with_the_step(len(plans)):
+                with timers("log_probs_time"):
+                    columns |= self._log_probs(columns, passes, "log_probs", "")
             if self.ranks.is_last_stage:
                 with timers("advantages_time"):
                     compute_advantages_and_returns(args, columns)
-                metrics |= _gap_metrics(columns)
-        if args.rollout_data_postprocess_path:
-            load_function(args.rollout_data_postprocess_path)(args, rollout_id, columns)
-
+        if (hook := load_hook(args, "rollout_data_postprocess_path")) is not None:
+            hook(args, rollout_id, columns)
         with timers("train_time"):
-            metrics |= self._steps(rollout_id, rank_data.steps, columns, plans, multiple)
+            metrics = self._steps(rollout_id, rank_data.steps, columns, plans)
+        if self.ranks.is_last_stage:
+            metrics |= gap_metrics(columns)
         return metrics | self._perf(timers, columns)
 
-    def _steps(
-        self, rollout_id: int, steps: list[Any], columns: dict[str, Any], plans: list[Any], multiple: int
-    ) -> dict[str, float]:
+    def _old_log_probs_come_with_the_step(self, steps: int) -> bool:
+        """Whether the pass for the old log-probs can be left out.
+
+        With one optimizer step per rollout the weights that it starts from are the old policy, so the values that its
+        own forward pass computes are the old log-probs, exactly. Not where something reads them before the step, or
+        the loss is the user's.
+        """
         args = self.args
-        before = args.custom_megatron_before_train_step_hook_path
-        hook = load_function(before) if before else None
+        early = (
+            args.kl_coef
+            or args.advantage_estimator == "on_policy_distillation"
+            or getattr(args, "opd_kl_coef", 0.0)
+            or args.custom_advantage_function_path
+            or args.rollout_data_postprocess_path
+            or args.custom_megatron_before_log_prob_hook_path
+            or args.custom_megatron_before_train_step_hook_path
+        )
+        return steps == 1 and args.loss_type == "policy_loss" and not early
+
+    def _steps(self, rollout_id: int, steps: list[Any], columns: dict[str, Any], plans: list[Any]) -> dict[str, float]:
+        args = self.args
+        hook = load_hook(args, "custom_megatron_before_train_step_hook_path")
         results = []
         for step_id, (step, plan) in enumerate(zip(steps, plans, strict=True)):
             if hook is not None:
                 hook(args, rollout_id, step_id, self.model, self.optimizer, self.scheduler)
-            batches = data.MicroBatches(columns, plan, multiple)
+            batches = data.MicroBatches(columns, plan, self._multiple)
             results.append(train_step.train_one_step(args, self.model, self.optimizer, self.scheduler, batches, step))
         return mean_over_steps(results)
 
@@ -181,12 +193,11 @@ class MegatronTrainActor:
         return self._pad(packed)
 
     def _log_probs(
-        self, columns: dict[str, Any], plan: list[list[int]], multiple: int, name: str, prefix: str
+        self, columns: dict[str, Any], plan: list[list[int]], name: str, prefix: str
     ) -> dict[str, list[torch.Tensor]]:
-        before = self.args.custom_megatron_before_log_prob_hook_path
-        if before:
-            load_function(before)(self.args, self.model, prefix)
-        batches = data.MicroBatches(columns, plan, multiple)
+        if (hook := load_hook(self.args, "custom_megatron_before_log_prob_hook_path")) is not None:
+            hook(self.args, self.model, prefix)
+        batches = data.MicroBatches(columns, plan, self._multiple)
         out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]))
         return {name: out["log_probs"]} if out else {}
 
@@ -254,23 +265,26 @@ def _total_steps(args: Any) -> int:
 
 
 def mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
-    """One value per metric of a rollout: the mean over its steps, the largest for `*_max`, the last for the lr."""
+    """One value per metric of a rollout: the mean over its steps; largest `*_max`, sum of `*_count`, last lr."""
     out: dict[str, float] = {"train/steps": float(len(results))}
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]
-        out[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        if name.endswith("_max"):
+            out[name] = max(values)
+        else:
+            out[name] = sum(values) if name.endswith("_count") else sum(values) / len(values)
     if results:
         out["train/lr"] = results[-1]["train/lr"]
     return out
 
 
-def _gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
+def gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
     """Gap between trainer and engine over trained tokens of all ranks: mean |d|, k3, max |d|; d = trainer - engine.
 
     k3 = exp(-d) - 1 + d estimates KL(engine || trainer) (Schulman, "Approximating KL divergence"). Collective over
-    the data-parallel ranks. Empty when samples carry no engine log-probs.
+    the data-parallel ranks. Empty where one of the two is missing.
     """
-    if "rollout_log_probs" not in columns:
+    if "rollout_log_probs" not in columns or "log_probs" not in columns:
         return {}
     sums = torch.zeros(3, dtype=torch.float64)
     largest = 0.0
@@ -284,7 +298,7 @@ def _gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
     largest = train_step.max_over_data_ranks(largest)
     count = max(total[2], 1.0)
     return {
-        "rollout/logprob_gap_mean": total[0] / count,
-        "rollout/logprob_gap_k3": total[1] / count,
-        "rollout/logprob_gap_max": largest,
+        "train/logprob_gap_mean": total[0] / count,
+        "train/logprob_gap_k3": total[1] / count,
+        "train/logprob_gap_max": largest,
     }

@@ -119,6 +119,15 @@ class MicroBatches:
 
     def __init__(self, data: dict[str, list[Any]], plan: list[list[int]], multiple: int = 1) -> None:
         self.data, self.plan, self.multiple = data, plan, multiple
+        self._kept: dict[str, list[Any]] = {}
+
+    def keep(self, name: str, samples: Sequence[int], values: Sequence[Any]) -> None:
+        """Stores per-sample values as a new column; it is in the data once every sample has one."""
+        column = self._kept.setdefault(name, [None] * len(self.data["tokens"]))
+        for sample, value in zip(samples, values, strict=False):  # a dummy has a value but no sample
+            column[sample] = value
+        if all(value is not None for value in column):
+            self.data[name] = column
 
     def __len__(self) -> int:
         return len(self.plan)

@@ -11,6 +11,7 @@ import importlib.machinery
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -162,7 +163,7 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _adapt_module(module: types.ModuleType, view: _CpuTorch) -> None:
+def _adapt_module(module: Any, view: _CpuTorch) -> None:
     name = module.__name__
     if module.__dict__.get("torch") is torch:
         module.torch = view  # type: ignore[attr-defined]
@@ -202,7 +203,9 @@ class _MegatronFinder:
         run = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            run(module)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that Transformer Engine and apex are absent is no news on CPU
+                run(module)
             _adapt_module(module, self.view)
 
         loader.exec_module = exec_module

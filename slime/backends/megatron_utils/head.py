@@ -51,12 +51,21 @@ class DeferredLogits:
         self.weight = head.weight if head.weight is not None else model.shared_embedding_or_output_weight()
         self.tp_group, self.vocab_size = head.tp_group, head.vocab_size
         self.temperature, self.chunk_size = temperature, chunk_size
+        self._last: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
     def log_probs_and_entropy(
         self, rows: Tensor, targets: Tensor, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """log softmax(logits[rows] / temperature) at `targets`, and its entropy in nats: float32 [N]; inputs int64."""
-        return linear_log_probs_and_entropy(
+        """log softmax(logits[rows] / temperature) at `targets`, and its entropy in nats: float32 [N]; inputs int64.
+
+        Asking again for the same rows costs nothing.
+        """
+        if self._last is not None:
+            old_rows, old_targets, log_probs, entropy = self._last
+            same = torch.equal(old_rows, rows) and torch.equal(old_targets, targets)
+            if same and (entropy is not None or not with_entropy):
+                return log_probs, entropy if with_entropy else None
+        log_probs, entropy = linear_log_probs_and_entropy(
             self.hidden[rows],
             self.weight,
             targets,
@@ -66,6 +75,8 @@ class DeferredLogits:
             with_entropy=with_entropy,
             vocab_size=self.vocab_size,
         )
+        self._last = (rows, targets, log_probs, entropy)
+        return log_probs, entropy
 
 
 def full_logits(logits: Tensor, model: Any, *, temperature: float) -> Tensor:

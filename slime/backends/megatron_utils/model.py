@@ -77,6 +77,11 @@ def transformer_config(args: Any, hf: HFConfig) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it even of dense models of varying lengths
         variable_seq_lengths=True,  # packed micro-batches differ in length
         use_cpu_initialization=not device.has_cuda(),
+        # Every weight comes from a file. perform_initialization must stay on all the same: it also marks the
+        # parameters that are cut over tensor-parallel ranks, and without the marks the gradient norm is wrong.
+        init_method=_leave_alone,
+        output_layer_init_method=_leave_alone,
+        embedding_init_method=_leave_alone,
         attention_backend=AttnBackend[args.attention_backend],
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
@@ -92,6 +97,10 @@ def transformer_config(args: Any, hf: HFConfig) -> TransformerConfig:
         persist_layer_norm=te,
         **moe,
     )
+
+
+def _leave_alone(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _finalize_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -140,7 +149,7 @@ def padded_vocab_size(args: Any, hf: HFConfig) -> int:
 def build_model(args: Any, hf: HFConfig, config: TransformerConfig | None = None) -> list[GPTModel]:
     """The bare model chunks of this rank (one, or one per virtual pipeline stage), in --params-dtype, on its device.
 
-    Weights are not initialised unless `config.perform_initialization`: they come from a file.
+    Their weights are not initialised: load them from a file.
     """
     config = config or transformer_config(args, hf)
     chunks = []

@@ -81,6 +81,7 @@ def init_parallel(
     ranks_on_node = min(world_size, args.actor_num_gpus_per_node or world_size)
     here = device.bind_rank(rank % ranks_on_node, ranks_on_node)
     minutes = args.distributed_timeout_minutes
+    options: dict[str, Any] = {"device_id": here} if here.type == "cuda" else {}
     if not dist.is_initialized():
         dist.init_process_group(
             backend=device.backend(),
@@ -88,7 +89,7 @@ def init_parallel(
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(minutes=minutes),
-            **({"device_id": here} if here.type == "cuda" else {}),
+            **options,
         )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

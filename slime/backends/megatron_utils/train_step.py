@@ -15,7 +15,6 @@ from slime.backends.megatron_utils.device import current_device
 from slime.backends.megatron_utils.head import DeferredLogits, full_logits
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, loss_function
 from slime.backends.megatron_utils.model import unwrap
-from slime.config.errors import ConfigError
 
 
 def forward_logits(args: Any, model: Any, micro_batch: MicroBatch, *, deferred: bool) -> Any:
@@ -114,7 +113,8 @@ def train_one_step(
     step: RankStep, with the whole step's denominators. A step without trained tokens does nothing; a gradient that
     is not finite is not applied. Both are reported (`train/empty_step`, `train/nonfinite_step`). Returns metrics:
     the loss's own on the last stage, reduced over micro-batches and data-parallel ranks; `train/grad_norm`,
-    `train/lr` on every rank.
+    `train/lr` on every rank. A policy loss on data without "log_probs" takes the current policy as the old one; its
+    log-probs are in the data afterwards.
     """
     if step.num_tokens == 0:
         return {"train/empty_step": 1.0, "train/lr": _lr(optimizer)}
@@ -127,8 +127,9 @@ def train_one_step(
         logits = forward_logits(args, chunk, micro_batch, deferred=args.loss_type != "custom_loss")
 
         def loss_func(logits: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            if args.loss_type == "policy_loss" and "log_probs" not in micro_batch.batch:
+                _use_current_as_old(args, micro_batches, micro_batch, logits)
             loss, metrics = loss_function(args, micro_batch.batch, step, logits)
-            check_loss(loss)
             # Megatron adds up this count, and our gradient hook ignores it: the loss is already its share.
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
@@ -150,13 +151,19 @@ def train_one_step(
     return out
 
 
-def check_loss(loss: Any) -> None:
-    """A user's loss must be a scalar tensor that depends on the logits: else backward would hang or train nothing."""
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        raise ConfigError(f"the loss function must return a scalar tensor, it returned {type(loss).__name__} "
-                          f"{tuple(getattr(loss, 'shape', ()))}")  # fmt: skip
-    if not loss.requires_grad:
-        raise ConfigError("the loss does not depend on the logits: keep a term such as 0 * logits.sum() in it")
+def _use_current_as_old(args: Any, all_: MicroBatches, micro_batch: MicroBatch, logits: Any) -> None:
+    """Takes the old log-probs from this very pass and keeps them in the data; the logits remember them for the loss."""
+    batch = micro_batch.batch
+    _, out = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+    )
+    batch["log_probs"] = [x.detach() for x in out["log_probs"]]
+    all_.keep("log_probs", micro_batch.samples, batch["log_probs"])
 
 
 def _lr(optimizer: Any) -> float:
