@@ -102,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
         from slime.config.hooks import check_hooks
 
         check_hooks(args)
+        if args.progress == "auto":  # decided here: the parts of a run have no terminal of their own
+            args = args.replace(progress="on" if sys.stderr.isatty() else "off")
         return run(args, layout)
     except ConfigError as error:
         for line in str(error).splitlines():

@@ -75,6 +75,8 @@ class _RolloutManager:
             output = call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=False)
             assert isinstance(output, RolloutFnTrainOutput)
             groups, metrics = output.samples, dict(output.metrics or {})
+            if hasattr(self._source, "settle"):
+                self._source.settle(groups, "trained")  # a plug-in's rollout function need not account for prompts
         samples = flatten(groups)
         metrics.update(self._log_samples(rollout_id, samples, metrics, time.monotonic() - started))
         self._save_debug(rollout_id, samples)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import warnings
 from typing import Any
 
 import ray
@@ -25,6 +26,9 @@ class _Rank:
     def __init__(self, rank: int, world_size: int):
         self._rank, self._world_size = rank, world_size
         self._actor: Any = None
+        # What Megatron and torch say about optional packages and their own deprecations is no user's business.
+        for module in (r"megatron\.", r"torch\.distributed\.", r"torch\.autograd\."):
+            warnings.filterwarnings("ignore", module=module)
 
     def address(self) -> tuple[str, int]:
         from slime.utils.net import free_port
