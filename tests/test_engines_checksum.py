@@ -164,7 +164,8 @@ def by_kernel(data):
     partials = torch.empty(tiles, dtype=torch.uint64)
     kernel.hash_tiles32_kernel_blocked[(tiles,)](
         words, partials, words.numel(), seed1=_SEEDS[0], seed2=_SEEDS[1],
-        FM_C1=kernel.FMIX32_C1, FM_C2=kernel.FMIX32_C2, POS_A=kernel.POS_C1, POS_B=kernel.POS_C2, TILE=8192, BLOCK=256, USE_CG=False)
+        FM_C1=kernel.FMIX32_C1,
+        FM_C2=kernel.FMIX32_C2, POS_A=kernel.POS_C1, POS_B=kernel.POS_C2, TILE=8192, BLOCK=256, USE_CG=False)
     return kernel._final_splitmix64(sum(int(x) for x in partials.tolist()))
 
 torch.manual_seed(0)

@@ -15,7 +15,9 @@ import psutil
 
 REAPER = Path(__file__).with_name("reaper.py")
 # "OSError: ..." or "torch.cuda.OutOfMemoryError: ...", possibly behind a log prefix like "[2026-01-01 10:00:00 TP0] ".
-_EXCEPTION_LINE = re.compile(r"^(?:\[[^]]*\]\s*)?(?:[A-Za-z_][\w.]*)?(?:Error|Exception|Interrupt)\b.*$")
+_EXCEPTION_LINE = re.compile(
+    r"^(?:\[[^]]*\]\s*)?(?:[A-Za-z_][\w.]*)?(?:Error|Exception|Interrupt)\b.*$|^[\w. -]+: error: .*$"
+)
 _PORT_IN_USE = re.compile(
     r"address already in use|port \d+ is (?:already )?(?:in use|not available|unavailable)", re.IGNORECASE
 )

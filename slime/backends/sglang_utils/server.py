@@ -128,9 +128,20 @@ def server_env(args: Args, spec: EngineSpec, base: dict[str, str] | None = None)
             "OMP_NUM_THREADS": str(spec.threads),
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
         }
+        if args.rollout_num_gpus_per_engine > 1:
+            # SGLang takes more ranks than NUMA nodes only when each rank's cores are named.
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores_of_ranks(args, spec))
     elif not env.get("CUDA_VISIBLE_DEVICES", "unset"):
         del env["CUDA_VISIBLE_DEVICES"]  # Ray hides all GPUs from an actor that claims none; base_gpu_id chooses ours
     return env
+
+
+def cores_of_ranks(args: Args, spec: EngineSpec) -> list[str]:
+    """Cores of each rank of a CPU engine, as "0,1"; ranks share cores where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    tp = args.rollout_num_gpus_per_engine
+    starts = [(spec.index * tp + rank) * spec.threads for rank in range(tp)]
+    return [",".join(str(cores[(start + i) % len(cores)]) for i in range(spec.threads)) for start in starts]
 
 
 def engine_site() -> Path:
