@@ -133,7 +133,7 @@ def _compare_models(ours: list[Any], theirs: list[Any]) -> None:
 
 
 def compare_with_folder(chunks: list[Any], hf: HFConfig, args: Args, folder: str) -> int:
-    """How many tensors of this stage equal the folder's (cast to the model's dtype) byte by byte: all, or ConfigError."""
+    """Compares each tensor of this stage with the folder's, cast to the model's dtype; returns how many there are."""
     from slime.models import HFFolder, iter_hf_weights
 
     files, count = HFFolder(folder), 0
