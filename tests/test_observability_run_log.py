@@ -126,3 +126,29 @@ def test_engines_without_the_weights_stop_the_run(tmp_path):
     with pytest.raises(RuntimeError, match="do not hold the weights"):
         log.receipt(dataclasses.replace(RECEIPT, digests_ok=False))
     log.receipt(None)  # no engine
+
+
+def test_flops_are_those_that_torch_counts():
+    """A llama-like block forward, counted by torch; training is three times that."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from slime.config.hf_config import parse_hf_config
+    from slime.utils.flops import measure_matmul_peak, train_flops
+
+    sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=12)
+    hf = parse_hf_config({"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 20, **sizes})
+    length = 16
+    with FlopCounterMode(display=False) as counter:
+        x = torch.zeros(length, 8)
+        for _ in range(3):
+            for rows, columns in ((8, 8), (8, 4), (8, 4), (8, 8), (8, 12), (8, 12)):
+                torch.zeros(length, rows) @ torch.zeros(rows, columns)
+            torch.zeros(length, 12) @ torch.zeros(12, 8)
+            for _ in range(2):  # full squares of both heads; causal attention needs half
+                torch.zeros(2, length, 4) @ torch.zeros(2, 4, length)
+        x @ torch.zeros(8, 20)
+    attention = 3 * 2 * (2 * 2 * length * length * 4)
+    assert train_flops(hf, [length]) == 3 * (counter.get_total_flops() - attention / 2)
+    assert train_flops(hf, [length], logit_rows=1) == train_flops(hf, [length]) - 6 * (length - 1) * 8 * 20
+    assert measure_matmul_peak("cpu", torch.float32, seconds=0.01) > 1e8

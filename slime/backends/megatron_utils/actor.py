@@ -24,6 +24,7 @@ from slime.config.errors import ConfigError
 from slime.config.hf_config import load_hf_config
 from slime.config.hooks import load_hook
 from slime.models import load_hf_into, save_hf
+from slime.utils.flops import measure_matmul_peak, train_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,8 @@ class MegatronTrainActor:
                 start, self._checkpoint = rollout_id + 1, path
         if args.start_rollout_id is not None:
             start = args.start_rollout_id
+        # All ranks measure at the same time, so each gets its share of a machine that they share.
+        self._matmul_peak = measure_matmul_peak(device.current_device(), self.model[0].config.params_dtype)
         return InitInfo(
             start_rollout_id=start,
             dp_rank=self.ranks.dp_rank,
@@ -207,6 +210,10 @@ class MegatronTrainActor:
         out = {f"perf/{name}": seconds for name, seconds in timers.seconds.items()}
         out["perf/train_tokens"] = tokens
         out["perf/train_tokens_per_s"] = tokens / trained if trained else 0.0
+        # The output layer sees the rows of response tokens only (slime.backends.megatron_utils.head).
+        flops = train_flops(self.hf, columns["total_lengths"], sum(columns["response_lengths"]))
+        flops = train_step.sum_over_data_ranks(flops)
+        out["perf/mfu"] = flops / (trained * self.world_size * self._matmul_peak) if trained else 0.0
         return out
 
     def connect_engines(self, engines: list[Any]) -> None:
