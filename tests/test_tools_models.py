@@ -83,8 +83,8 @@ def test_addition_data(tmp_path, capsys):
     assert make_addition_data.main([str(tmp_path)]) == 0
     rows = {n: [json.loads(x) for x in (tmp_path / n).read_text().splitlines()] for n in make_addition_data.FILES}
     questions = {name: {str(r.get("prompt") or r["messages"][:1]) for r in of_file} for name, of_file in rows.items()}
-    assert [len(questions[n]) for n in make_addition_data.FILES] == [5000, 2844, 256]
-    assert len(set.union(*questions.values())) == 8100  # disjoint
+    assert [len(questions[n]) for n in make_addition_data.FILES] == [2000, 1040, 200]
+    assert len(set.union(*questions.values())) == 3240  # disjoint
     answers = [r["messages"][1]["content"] for r in rows["sft.jsonl"]]
     assert sum(a.startswith("~") for a in answers) == 0.6 * len(answers)
     for row in rows["rl.jsonl"] + rows["eval.jsonl"]:
@@ -93,8 +93,8 @@ def test_addition_data(tmp_path, capsys):
         assert row["metadata"]["source"] == ("carry" if len(str(a % 10 + b % 10)) == 2 else "no_carry")
     assert make_addition_data.main([str(tmp_path)]) == 0
     assert "already there" in capsys.readouterr().out
-    assert make_addition_data.main([str(tmp_path), "--sft-sums", "8000"]) == 2
-    assert "leave some of the 8100" in capsys.readouterr().err
+    assert make_addition_data.main([str(tmp_path), "--sft-sums", "3100"]) == 2
+    assert "leave some of the 3240" in capsys.readouterr().err
 
 
 # -- SmolLM2 ---------------------------------------------------------------------------------------------------------

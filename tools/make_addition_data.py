@@ -1,4 +1,5 @@
-"""Makes the data of the tiny run: two-digit additions as jsonl, to fine-tune on, to learn from by reward, to evaluate.
+"""Makes the data of the tiny run: two-digit additions (10+10 to 89+10: sums of two digits too) as jsonl, to fine-tune
+on, to learn from by reward, and to evaluate.
 
     python tools/make_addition_data.py data/addition
 
@@ -26,17 +27,17 @@ _LOW, _HIGH = 10, 99
 
 @dataclasses.dataclass(frozen=True)
 class AdditionData:
-    """sft_sums, eval_sums: different sums (of 8,100) in those files; the RL file gets the rest. copies: rows per sum
+    """sft_sums, eval_sums: different sums (of 3,240) in those files; the RL file gets the rest. copies: rows per sum
     in sft.jsonl. plain_copies: how many of them answer plainly."""
 
-    sft_sums: int = 5000
-    eval_sums: int = 256
+    sft_sums: int = 2000
+    eval_sums: int = 200
     copies: int = 5
     plain_copies: int = 2
     seed: int = 0
 
     def check(self) -> None:
-        total = (_HIGH - _LOW + 1) ** 2
+        total = len(all_sums())
         if min(self.sft_sums, self.eval_sums, self.copies) < 1 or self.sft_sums + self.eval_sums >= total:
             raise ValueError(
                 f"--sft-sums {self.sft_sums} and --eval-sums {self.eval_sums} must be positive and leave some of the "
@@ -57,8 +58,7 @@ def make_addition_data(out: str | Path, settings: AdditionData | None = None) ->
         return False
     out.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
-    numbers = range(_LOW, _HIGH + 1)
-    sums = [(a, b) for a in numbers for b in numbers]
+    sums = all_sums()
     rng = random.Random(f"addition-{settings.seed}")
     rng.shuffle(sums)
     sft, held = sums[: settings.sft_sums], sums[settings.sft_sums :]
@@ -69,6 +69,11 @@ def make_addition_data(out: str | Path, settings: AdditionData | None = None) ->
     _write(out / "rl.jsonl", (prompt(a, b) for a, b in held[settings.eval_sums :]))
     mark.write_text(json.dumps(wanted) + "\n")  # last: it says that the files are complete
     return True
+
+
+def all_sums() -> list[tuple[int, int]]:
+    numbers = range(_LOW, _HIGH + 1)
+    return [(a, b) for a in numbers for b in numbers if a + b <= _HIGH]
 
 
 def question(a: int, b: int) -> list[dict[str, str]]:
