@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def test_killed_owner_leaves_no_engine(tiny_engine_args, tmp_path):
     code = textwrap.dedent(f"""
         import pickle, sys, time
         from slime.backends.sglang_utils.engine_actor import SGLangEngineActor
-        args = pickle.loads({__import__("pickle").dumps(tiny_engine_args.replace(run_dir=str(tmp_path)))!r})
+        args = pickle.loads({pickle.dumps(tiny_engine_args.replace(run_dir=str(tmp_path)))!r})
         actor = SGLangEngineActor(args)
         actor.start(wait=False)
         time.sleep(900)
