@@ -103,6 +103,10 @@ def test_private_temporary_folder_and_shared_memory_are_removed(tmp_path):
             file.write(b"x" * 4096)
             file.flush()
             mapped = mmap.mmap(file.fileno(), 4096)
+        from multiprocessing import get_context
+        lock = get_context("spawn").Lock()  # a named semaphore
+        with open({str(tmp_path / "semaphore")!r}, "w") as file:
+            file.write(lock._semlock.name)
         open({str(tmp_path / "where")!r}, "w").write(path)
         time.sleep(600)
     """)
@@ -112,8 +116,12 @@ def test_private_temporary_folder_and_shared_memory_are_removed(tmp_path):
     wait_for(lambda: where.exists() and where.read_text())
     path = where.read_text()
     assert os.path.exists(path) and os.path.exists(shared)
+    semaphore = "/dev/shm/sem." + (tmp_path / "semaphore").read_text().strip("/")
+    assert os.path.exists(semaphore)
+    tracker = [pid for pid in process.pids() if "resource_tracker" in " ".join(psutil.Process(pid).cmdline())]
+    os.kill(tracker[0], signal.SIGKILL)  # the helper that would remove it
     process.stop()
-    assert not os.path.exists(os.path.dirname(path)) and not os.path.exists(shared)
+    assert not os.path.exists(os.path.dirname(path)) and not os.path.exists(shared) and not os.path.exists(semaphore)
 
 
 def test_early_end_is_one_clear_error_with_the_log(tmp_path):

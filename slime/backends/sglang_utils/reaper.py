@@ -11,7 +11,6 @@ is the shared memory that it leaves.
 import contextlib
 import ctypes
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,8 +20,8 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# What those files are called; a process that is killed cannot remove them itself.
-SHARED_MEMORY = re.compile(r"/dev/shm/(?:sglang_|sem\.mp-)\S+")
+# What SGLang and multiprocessing call their files in /dev/shm; a process that is killed cannot remove them itself.
+SHARED_MEMORY = ("sgl_", "sglang_", "sem.mp-", "psm_")
 SHARED_MEMORY_SCAN_S = 10.0
 HANDLED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -85,16 +84,24 @@ def send(sig: signal.Signals, spare_trackers: bool) -> None:
                 os.kill(pid, sig)
 
 
-def shared_memory() -> set[str]:
-    """Files in /dev/shm that SGLang or Python's multiprocessing made and that processes below this one have mapped."""
-    found: set[str] = set()
+def shared_memory() -> set[int]:
+    """Inodes in /dev/shm that processes below have mapped. Not names: a semaphore is mapped under another one."""
+    found: set[int] = set()
     for pid in descendants():
         try:
             with open(f"/proc/{pid}/maps") as file:
-                found.update(match.group(0) for line in file if (match := SHARED_MEMORY.search(line)))
+                found.update(int(line.split(maxsplit=5)[4]) for line in file if "/dev/shm/" in line)
         except OSError:
             continue  # ended while we looked
     return found
+
+
+def remove_shared_memory(inodes: set[int]) -> None:
+    """Removes those of the files that SGLang or multiprocessing made; others may belong to the owner."""
+    for entry in os.scandir("/dev/shm") if inodes else ():
+        if entry.name.startswith(SHARED_MEMORY) and entry.inode() in inodes:
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
 
 
 def end_all(main: int, grace: float) -> int | None:
@@ -116,7 +123,7 @@ def main() -> int:
     owner, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    leftovers: set[str] = set()
+    leftovers: set[int] = set()
     scratch = tempfile.mkdtemp(prefix="slime-")
     try:
         child = subprocess.Popen(command, preexec_fn=before_exec, env={**os.environ, "TMPDIR": scratch})
@@ -136,9 +143,7 @@ def main() -> int:
         return 1 if status is None else status if status >= 0 else 128 - status
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        for path in leftovers:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        remove_shared_memory(leftovers)
 
 
 if __name__ == "__main__":
