@@ -218,45 +218,40 @@ class _LinearLogProbs(torch.autograd.Function):
             for i, value in enumerate(_forward(logits, targets[rows], shard, scale, with_entropy)):
                 stats[i, rows] = value
         log_probs, log_z, entropy = stats.unbind(0)
-        keep = buffer[: n - last] if any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy if with_entropy else None, keep)
-        ctx.shard, ctx.scale, ctx.chunk, ctx.last = shard, scale, chunk, last
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy if with_entropy else None)
+        ctx.shard, ctx.scale, ctx.chunk = shard, scale, chunk
+        ctx.buffer, ctx.kept = buffer, last  # the buffer holds the logits of rows from `last` on
         ctx.set_materialize_grads(False)
         return log_probs.clone(), entropy.clone() if with_entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_lp: Tensor | None, grad_entropy: Tensor | None = None) -> tuple[Any, ...]:
-        hidden, weight, targets, log_z, entropy, kept = ctx.saved_tensors
-        shard, last = ctx.shard, ctx.last
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        shard, buffer = ctx.shard, ctx.buffer
         w = _for_matmul(weight[: shard.valid])
         grad_hidden = torch.zeros(hidden.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         sum_weight = _ProductSum(weight, shard.valid)
 
-        def chunk(rows: Tensor, logits: Tensor, grad: Tensor) -> None:
-            """grad: where the gradient of the logits goes; it may be `logits`."""
+        def pick(x: Tensor | None, rows: Tensor) -> Tensor | None:
+            return None if x is None else x[rows]
 
-            def pick(x: Tensor | None) -> Tensor | None:
-                return None if x is None else x[rows]
-
-            _backward(
-                logits, targets[rows], shard, ctx.scale, log_z[rows], pick(entropy), pick(grad_lp),
-                pick(grad_entropy), grad,
-            )  # fmt: skip
-            grad_hidden[rows] = (grad @ w).to(grad_hidden.dtype)
-            sum_weight.add(grad, _for_matmul(hidden[rows]))
+        def add(rows: Tensor, logits: Tensor) -> None:
+            """Turns logits of `rows` into their gradient, in place, and adds what comes of it."""
+            grads = pick(entropy, rows), pick(grad_lp, rows), pick(grad_entropy, rows)
+            _backward(logits, targets[rows], shard, ctx.scale, log_z[rows], *grads, out=logits)
+            grad_hidden[rows] = (logits @ w).to(grad_hidden.dtype)
+            sum_weight.add(logits, _for_matmul(hidden[rows]))
 
         live = _rows_with_gradient(grad_lp, grad_entropy, hidden)
-        tail = live[live >= last]
-        if tail.numel():
-            # The kept logits stay as they are, for a second backward over a retained graph.
-            logits = kept if tail.numel() == kept.size(0) else kept[tail - last]
-            chunk(tail, logits, torch.empty_like(logits))
-            del logits
-        for rows in live[live < last].split(ctx.chunk):
+        kept = live[live >= ctx.kept]
+        if kept.numel():
+            whole = kept.numel() == hidden.size(0) - ctx.kept
+            add(kept, buffer[: kept.numel()] if whole else buffer[kept - ctx.kept])
+        for rows in live[live < ctx.kept].split(ctx.chunk):
             if rows.numel():
-                logits = _for_matmul(hidden[rows]) @ w.t()
-                chunk(rows, logits, logits)
+                add(rows, torch.mm(_for_matmul(hidden[rows]), w.t(), out=buffer[: rows.numel()]))
+        ctx.kept = hidden.size(0)  # overwritten: a second backward over a retained graph computes all again
         shard.reduce(grad_hidden, dist.ReduceOp.SUM)
         return grad_hidden.to(hidden.dtype), sum_weight.result(), None, None, None, None, None
 
