@@ -65,7 +65,7 @@ def rank_data(args, columns, dp_size):
 def _weights(actor):
     from slime.models import iter_hf_weights
 
-    return {n: t.detach().clone().numpy() for n, t in iter_hf_weights(actor.model, actor.hf, actor.args)}
+    return {n: t.detach().float().clone().numpy() for n, t in iter_hf_weights(actor.model, actor.hf, actor.args)}
 
 
 def _train(rank, world, port, args, rollouts, start):
@@ -97,7 +97,7 @@ def look_at_log_probs(args, rollout_id, rollout_data):
 
 
 def custom_loss(args, batch, logits, sum_of_sample_mean):
-    """Plain policy gradient from logits, through the public function; counts the samples whose user field came along."""
+    """Plain policy gradient from logits by the public function; counts samples whose user field came along."""
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
     assert logits.dim() == 3 and str(logits.dtype) == "torch.float32"

@@ -5,9 +5,11 @@ Layout of a --save folder: `iter_0000012/` per checkpoint (named by rollout id),
 ranks are done, so that a folder of the final name is always complete.
 """
 
+import contextlib
 import os
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +137,7 @@ def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, 
         unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
     if optimizer is None:
         return
-    optimizer.load_state_dict(loaded["optimizer"])
-    _own_steps(optimizer)
-    use_fused_adam(optimizer)
+    _load_optimizer(optimizer, loaded["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(loaded["scheduler"])
     if "rng" in loaded:
@@ -162,12 +162,33 @@ def _state(
     }
     if optimizer is not None:
         chunks = state["model0"] if len(model) == 1 else {k: v for k, v in state.items() if k.startswith("model")}
-        state["optimizer"] = optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+        with _whole_buckets(optimizer):
+            state["optimizer"] = optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     if with_rng:
         state["rng"] = ShardedObject("rng", _get_rng(), (dist.get_world_size(),), (dist.get_rank(),))
     return state
+
+
+@contextlib.contextmanager
+def _whole_buckets(optimizer: Any) -> Iterator[None]:
+    """Makes the sharded optimizer's buckets end with their padding.
+
+    Megatron gathers buckets without the padding at their ends, and then looks parameters up at their places with it:
+    all that follows the first padded bucket (sizes that are no multiples of 128) would be shifted.
+    """
+    changed = []
+    for part in optimizer.chained_optimizers:
+        for buffer in getattr(part, "buffers", ()):
+            for thing, numel in [(buffer, buffer.numel), *((b, b.grad_data.numel()) for b in buffer.buckets)]:
+                changed.append((thing, thing.numel_unpadded))
+                thing.numel_unpadded = numel
+    try:
+        yield
+    finally:
+        for thing, numel in changed:
+            thing.numel_unpadded = numel
 
 
 def materialise_adam(optimizer: Any) -> None:
@@ -186,12 +207,24 @@ def materialise_adam(optimizer: Any) -> None:
                     }
 
 
-def _own_steps(optimizer: Any) -> None:
-    """Megatron loads one step counter into all parameters of torch's Adam, which counts it up once per parameter."""
-    for part in optimizer.chained_optimizers:
-        for state in part.optimizer.state.values() if part.optimizer is not None else ():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """Loads each part of Megatron's chained optimizer, around two slips of its loader with torch's Adam.
+
+    It looks for a step counter among the sharded tensors, where there is none, and it puts one counter into all
+    parameters, which Adam then counts up once per parameter.
+    """
+    parts = optimizer.chained_optimizers
+    for part, state in zip(parts, [loaded] if len(parts) == 1 else [loaded[i] for i in range(len(parts))], strict=True):
+        param_state = state.pop("param_state", None)
+        part.load_state_dict(state)
+        of_params = list(part.optimizer.state.values()) if part.optimizer is not None else []
+        steps = [s.pop("step") if isinstance(s.get("step"), torch.Tensor) else None for s in of_params]
+        if param_state is not None:
+            part.load_parameter_state_from_fully_reshardable(param_state)
+        for of_param, step in zip(of_params, steps, strict=True):
+            if step is not None:
+                of_param["step"] = step.clone()
+    use_fused_adam(optimizer)
 
 
 def _get_rng() -> dict[str, Any]:
