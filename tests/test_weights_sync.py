@@ -81,6 +81,7 @@ def tie_again(chunks):
 
 
 def push_changed_weights(rank, world, port, args, urls, out):
+    """Twice over one connection, over a second one, and by shared memory."""
     from slime.backends.megatron_utils.update_weight import WeightUpdater
     from slime.models import save_hf
 
@@ -93,8 +94,14 @@ def push_changed_weights(rank, world, port, args, urls, out):
     receipt = updater.update(7)
     updater.connect([EngineEndpoint(url, 1, i + 1) for i, url in enumerate(urls)])  # as after a restart of an engine
     again = updater.update(8)
+
+    shared = WeightUpdater(args.replace(update_weight_mode="tensor"), chunks, hf)  # as colocated engines on GPUs
+    shared.connect([EngineEndpoint(url, 1, i + 1) for i, url in enumerate(urls)])
+    change(chunks, seed=100 + rank)
+    tie_again(chunks)
+    handed_over = shared.update(9)
     save_hf(chunks, out, hf, args)
-    return first, receipt, again
+    return first, receipt, again, handed_over
 
 
 def test_changed_weights_arrive_byte_by_byte(folder, server, tmp_path):
@@ -102,8 +109,8 @@ def test_changed_weights_arrive_byte_by_byte(folder, server, tmp_path):
         folder, 4, 2, 2, update_weight_buffer_size=60_000, check_weights_interval=1, sequence_parallel=True
     )
     receipts = run_ranks(4, push_changed_weights, args, [server.url], tmp_path / "hf")
-    first, second, third = receipts[0]
-    assert receipts[1:] == [(None, None, None)] * 3
+    first, second, third, _ = receipts[0]
+    assert receipts[1:] == [(None,) * 4] * 3
     for receipt in receipts[0]:
         # 11 tensors a layer, embedding and final norm; the engine has 8 a layer after fusing.
         assert (receipt.tensors, receipt.digests_checked, receipt.digests_ok) == (46, 34, True)
@@ -111,7 +118,7 @@ def test_changed_weights_arrive_byte_by_byte(folder, server, tmp_path):
     assert (first.changed, second.changed, third.changed) == (None, 34, None)  # a new connection starts afresh
     for tokens in TOKENS:
         ours, version = engine_log_probs(server.url, tokens)
-        assert version == "8"
+        assert version == "9"
         torch.testing.assert_close(ours, reference_log_probs(tmp_path / "hf", tokens), rtol=0, atol=1e-4)
         assert (ours - reference_log_probs(folder, tokens)).abs().max() > 0.01  # they are not the old weights
 
@@ -180,7 +187,8 @@ def meet_failures(rank, world, port, args, url, pids, restarted):
     deadline = time.monotonic() + 500
     while not restarted.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    updater.connect(engines)
+    assert restarted.exists(), "the engine was not restarted in time"
+    updater.connect([EngineEndpoint(restarted.read_text())])  # perhaps on another port
     out["after restart"] = updater.update(6)
     return out
 
@@ -219,4 +227,5 @@ def restart_when_dead(server, done):
     while server.is_alive():
         time.sleep(0.2)
     server.start()
-    done.touch()
+    done.with_suffix(".part").write_text(server.url)
+    done.with_suffix(".part").rename(done)

@@ -61,6 +61,13 @@ def model_ranks() -> Ranks:
     )
 
 
+def pipeline_stage() -> tuple[int, int]:
+    """(this rank's pipeline stage, how many there are)."""
+    from megatron.core import parallel_state as mpu
+
+    return mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
+
+
 @dataclass(frozen=True)
 class LiveParam:
     """A parameter of the running model and its declaration. tensor: this rank's shard."""
@@ -184,24 +191,32 @@ def iter_hf_weights(
     (None: the model's own), on the model's device; they may be views of the parameters, so do not keep or change them.
     batch_bytes: size of one gather; bounds the extra memory to that times the tensor-parallel size.
     """
+    for batch in iter_hf_batches(model_chunks, hf_config, args, batch_bytes=batch_bytes):
+        for name, tensor in batch:
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def iter_hf_batches(
+    model_chunks: Sequence[torch.nn.Module], hf_config: HFConfig, args: Any, *, batch_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The same, one gather at a time: all ranks of the stage step together, those that are not its source with []."""
     table, ranks = model_table(hf_config, args), model_ranks()
     params = [live for live in live_params(model_chunks, table, ranks) if live.bound.param.exported]
     for batch in _batches(params, batch_bytes):
         expert = batch[0].bound.param.expert
         if not (ranks.in_expert if expert else ranks.in_dense):
+            yield []
             continue
         group, size = (ranks.expert_group, ranks.etp * ranks.ep) if expert else (ranks.dense_group, ranks.tp)
-        gathered = _gather([live.tensor for live in batch if live.bound.param.form.cut or expert], group, size)
-        if not ranks.is_source:
-            continue
-        shards = iter(gathered)
-        for live in batch:
-            mine = next(shards) if live.bound.param.form.cut or expert else [live.tensor] * size
+        gathered = iter(_gather([live.tensor for live in batch if live.bound.param.form.cut or expert], group, size))
+        out: list[tuple[str, torch.Tensor]] = []
+        for live in batch if ranks.is_source else []:
+            shards = next(gathered) if live.bound.param.form.cut or expert else [live.tensor] * size
+            tp = ranks.etp if expert else ranks.tp
             for number, bound in enumerate(_siblings(live.bound, table, ranks)):
-                tp = ranks.etp if expert else ranks.tp
-                tensors = bound.param.unload(mine[number * tp : (number + 1) * tp])
-                for name, tensor in zip(bound.hf_names, tensors, strict=True):
-                    yield name, tensor if dtype is None else tensor.to(dtype)
+                tensors = bound.param.unload(shards[number * tp : (number + 1) * tp])
+                out += zip(bound.hf_names, tensors, strict=True)
+        yield out
 
 
 def _batches(params: Sequence[LiveParam], batch_bytes: int) -> Iterator[list[LiveParam]]:

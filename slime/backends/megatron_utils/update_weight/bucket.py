@@ -1,5 +1,6 @@
 """Many tensors as one run of bytes, as SGLang's load format "flattened_bucket" takes them."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -46,3 +47,12 @@ def _pack(names: list[str], tensors: list[torch.Tensor], last: bool) -> Bucket:
     parts = data.split([tensor.nbytes for tensor in tensors])
     views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
     return Bucket(names, views, data, last)
+
+
+def empty_bucket(names: list[str], dtypes: list[str], shapes: list[list[int]], device: torch.device) -> Bucket:
+    """A bucket to receive into: its tensors show what comes into its data."""
+    kinds = [getattr(torch, dtype) for dtype in dtypes]
+    sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    views = [p.view(kind).view(shape) for p, kind, shape in zip(data.split(sizes), kinds, shapes, strict=True)]
+    return Bucket(names, views, data, last=False)

@@ -1,0 +1,76 @@
+"""Sending by broadcast: each pipeline stage's source shares a process group with all ranks of all engines."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils import device
+from slime.backends.megatron_utils.update_weight.bucket import Bucket, make_buckets
+from slime.backends.megatron_utils.update_weight.engine_group import EngineGroup, background
+from slime.backends.megatron_utils.update_weight.sent import Sent
+from slime.backends.sglang_utils.client import EngineClient, EngineEndpoint
+from slime.config.hf_config import HFConfig
+from slime.models import iter_hf_weights
+from slime.models.live import Ranks
+
+
+class DistributedSender:
+    """NCCL or gloo. A stage's turn concerns its own ranks only."""
+
+    everybody = False
+
+    def __init__(
+        self, args: Any, model: Sequence[torch.nn.Module], hf: HFConfig, ranks: Ranks, stage: int, stages: int
+    ):
+        self._args, self._model, self._hf, self._ranks = args, model, hf, ranks
+        self._stage, self._is_last = stage, stage == stages - 1
+        self._group: EngineGroup | None = None
+        self._connections = 0
+
+    def connect(self, engines: Sequence[EngineEndpoint], stage: int) -> None:
+        """In `stage`'s turn its source joins with the engines; others do nothing."""
+        if not self._ranks.is_source or self._stage != stage:
+            return
+        self._connections += 1
+        name = f"slime-stage{stage}-{self._connections}-{time.time_ns():x}"
+        self._group = EngineGroup(engines, name, backend=device.backend(), timeout=self._args.update_weight_timeout)
+
+    def leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def send(self, stage: int, version: int, sent: Sent) -> None:
+        """This stage's turn. All its ranks take part in gathering, to the end, even when sending has failed."""
+        weights = iter_hf_weights(self._model, self._hf, self._args, batch_bytes=self._args.update_weight_buffer_size)
+        try:
+            self._send(weights, version, sent)
+        finally:
+            for _ in weights:
+                pass
+
+    def _send(self, weights: Any, version: int, sent: Sent) -> None:
+        requests: list[Any] = []
+        for bucket in make_buckets(weights, self._args.update_weight_buffer_size):
+            group = self._group
+            assert group is not None, "only the source of a stage receives weights, and it has joined a group"
+            group.finish(requests)  # engines load one bucket while we gather the next
+            final = str(version) if bucket.last and self._is_last else None
+            requests = [background(self._receive, client, bucket, group.name, final) for client in group.clients]
+            sent.add(bucket)
+            group.broadcast(bucket.data, requests)
+        if self._group is not None:
+            self._group.finish(requests)
+
+    def _receive(self, client: EngineClient, bucket: Bucket, group: str, version: str | None) -> None:
+        client.update_weights_from_distributed(
+            bucket.names, bucket.dtypes, bucket.shapes, group, weight_version=version, load_format="flattened_bucket",
+            timeout=self._args.update_weight_timeout,
+        )  # fmt: skip
