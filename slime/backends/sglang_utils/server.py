@@ -126,6 +126,8 @@ def server_env(args: Args, spec: EngineSpec, base: dict[str, str] | None = None)
             "SGLANG_USE_CPU_ENGINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": str(spec.threads),
+            # Threads that spin between the small operations of decoding would take the cores from each other.
+            "OMP_WAIT_POLICY": env.get("OMP_WAIT_POLICY", "PASSIVE"),
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
         }
         if args.rollout_num_gpus_per_engine > 1:
