@@ -68,6 +68,21 @@ def test_virtual_pipeline_stages(tmp_path):
     assert_same_run(train(3, make_args(model, **changes), [rollout()]), reference)
 
 
+def test_mixture_of_experts(tmp_path):
+    model = tiny_model(tmp_path / "moe", "qwen3_moe", num_layers=2)
+    reference = train(1, make_args(model), [rollout()])
+    for changes in (
+        dict(expert_model_parallel_size=2),
+        dict(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+        ),
+    ):
+        assert_same_run(train(2, make_args(model, **changes), [rollout()]), reference)
+
+
 def test_a_step_with_nothing_to_train_changes_nothing(model):
     columns = rollout()
     columns["loss_masks"] = [np.zeros_like(mask) for mask in columns["loss_masks"]]

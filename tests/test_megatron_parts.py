@@ -224,10 +224,11 @@ def _log_probs(rank, world, port, args):
     return {name: [x.numpy() for x in column] for name, column in out.items()}
 
 
-def test_log_prob_pass_against_transformers_in_float64(tmp_path):
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_log_prob_pass_against_transformers_in_float64(tmp_path, arch):
     import transformers
 
-    folder = tiny_model(tmp_path / "model")
+    folder = tiny_model(tmp_path / "model", arch)
     (ours,) = run_ranks(1, _log_probs, make_args(folder, use_kl_loss=False))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     columns = rollout()

@@ -53,6 +53,10 @@ class DeferredLogits:
         self.temperature, self.chunk_size = temperature, chunk_size
         self._last: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
     def log_probs_and_entropy(
         self, rows: Tensor, targets: Tensor, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
