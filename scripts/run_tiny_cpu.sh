@@ -18,8 +18,8 @@ SFT=(
     --loss-type sft_loss
     --rollout-function-path slime.rollout.sft_rollout.generate_rollout
     --prompt-data "$DATA/sft.jsonl" --input-key messages
-    --rollout-batch-size 128 --n-samples-per-prompt 1 --num-rollout 220
-    --max-tokens-per-gpu 4096
+    --rollout-batch-size 256 --n-samples-per-prompt 1 --num-rollout 200
+    --max-tokens-per-gpu 8192 --no-save-samples
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 10
     --run-dir runs/tiny_cpu_sft --save-hf models/tiny-qwen3-sft
 )
@@ -30,12 +30,12 @@ GRPO=(
     --rollout-max-response-len 8
     --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28
     --max-tokens-per-gpu 8192
-    --lr 3e-4
+    --lr 3e-4 --lr-warmup-iters 5
     --run-dir "$RUN"
 )
 
 python tools/make_tiny_model.py "$MODEL" >&2
-python tools/make_addition_data.py "$DATA" >&2
+python tools/make_addition_data.py "$DATA" --plain-copies 1 >&2
 
 # The fine-tuned model is kept: its flags and inputs are its name.
 WANT="$(printf '%s\n' "${COMMON[@]}" "${SFT[@]}" | cat - "$MODEL/config.json" tools/make_addition_data.py | sha256sum | cut -c1-16)"

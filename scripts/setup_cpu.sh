@@ -4,7 +4,7 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${SLIME_VENV:-$ROOT/.venv}"
-PIP=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$ROOT/constraints/cpu.txt")
+PIP=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check --constraint "$ROOT/constraints/cpu.txt")
 
 stamp_now() { cat "$ROOT"/constraints/*.txt "$ROOT/pyproject.toml" "${BASH_SOURCE[0]}" | sha256sum | cut -c1-16; }
 
