@@ -1,0 +1,187 @@
+"""The whole product as a user starts it: train.py with Ray, Megatron ranks, a real engine and the router."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools.make_tiny_model import TinyModel, make_tiny_model
+
+ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.e2e, pytest.mark.engine]
+REWARDS = """
+async def length(args, sample, **kwargs):
+    return float(len(set(sample.tokens[-sample.response_length:])))
+
+
+async def broken(args, sample, **kwargs):
+    raise KeyError("no such answer")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("e2e")
+    make_tiny_model(path / "model", TinyModel(num_layers=2, hidden_size=64, intermediate_size=96))
+    rows = [{"prompt": f"{i}+{i + 1}=", "label": str(2 * i + 1)} for i in range(10, 60)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (path / "my_rewards.py").write_text(REWARDS)
+    return path
+
+
+class Run:
+    """train.py in `folder`, with a mark in its environment that all its descendants inherit."""
+
+    def __init__(self, folder: Path, *flags: str):
+        self.mark = f"SLIME_TEST_MARK={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        command = [
+            sys.executable, str(ROOT / "train.py"), "--device", "cpu", "--hf-checkpoint", "model", "--prompt-data",
+            "prompts.jsonl", "--params-dtype", "float32", "--rollout-batch-size", "3", "--n-samples-per-prompt", "4",
+            "--rollout-max-response-len", "6", "--rollout-max-context-len", "64", "--lr", "1e-3", "--run-dir", "run",
+            "--custom-rm-path", "my_rewards.length", *flags,
+        ]  # fmt: skip
+        self.log = folder / "train.log"
+        self._file = self.log.open("w")
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdout=self._file, stderr=subprocess.STDOUT, env={**os.environ, name: value}
+        )
+
+    def wait_for(self, text: str, timeout: float = 400.0) -> str:
+        deadline = time.monotonic() + timeout
+        while text not in (seen := self.log.read_text()):
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{seen[-6000:]}"
+            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{seen[-6000:]}"
+            time.sleep(0.3)
+        return seen
+
+    def wait(self, timeout: float = 500.0) -> int:
+        try:
+            return self.process.wait(timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+            self._file.close()
+
+    def descendants(self) -> list[psutil.Process]:
+        name, value = self.mark.split("=")
+        out = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                    out.append(process)
+            except psutil.Error:
+                pass
+        return out
+
+    def assert_nothing_left(self, timeout: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout
+        while left := self.descendants():
+            assert time.monotonic() < deadline, f"left behind: {[' '.join(p.cmdline())[:150] for p in left]}"
+            time.sleep(0.5)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(x) for x in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(900)
+def test_tp2_pp2_with_a_real_engine_then_resume_kill_and_interrupt(folder):
+    run = Run(
+        folder,
+        "--num-rollout",
+        "2",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--sequence-parallel",
+        "--save",
+        "ck",
+        "--num-steps-per-rollout",
+        "2",
+    )
+    assert run.wait() == 0, run.log.read_text()[-6000:]
+    run.assert_nothing_left()
+    steps = lines(folder)
+    assert [s["step"] for s in steps] == [0, 1]
+    for step in steps:
+        assert step["sync/verified"] == 1
+        assert step["train/logprob_gap_max"] < 1e-4  # engine and trainer compute the same model, in fp32
+        assert step["rollout/samples"] == 12 and step["train/optimizer_steps"] == 2
+        assert step["train/grad_norm"] > 0
+        for phase in ("generate", "train", "sync"):
+            assert step[f"perf/{phase}_time"] > 0
+    for left in ("config.yaml", "reward.png", "summary.json", "samples/step_000001.jsonl", "logs/engine_0.log"):
+        assert (folder / "run" / left).exists(), left
+    samples = [json.loads(x) for x in (folder / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(samples) == 12 and {v for s in samples for v in s["versions"]} == {1}
+
+    # The same folder again, under another layout: goes on at step 3; an engine that is killed comes back.
+    run = Run(
+        folder,
+        "--num-rollout",
+        "1000",
+        "--load",
+        "ck",
+        "--save",
+        "ck",
+        "--save-interval",
+        "1000",
+        "--rollout-health-check-interval",
+        "2",
+    )
+    seen = run.wait_for("step 3/1000")
+    assert "step 2/1000" not in seen and "step 1/1000" not in seen
+    scheduler = [p for p in run.descendants() if "scheduler" in p.name() or "sglang::sched" in " ".join(p.cmdline())]
+    assert scheduler, [p.name() for p in run.descendants()]
+    scheduler[0].send_signal(signal.SIGKILL)
+    done = len(lines(folder))
+    deadline = time.monotonic() + 400
+    while len(lines(folder)) < done + 8:  # requests that were lost are sent again; training goes on
+        assert run.process.poll() is None, run.log.read_text()[-6000:]
+        assert time.monotonic() < deadline, run.log.read_text()[-6000:]
+        time.sleep(0.5)
+    after = lines(folder)
+    assert [s["step"] for s in after] == list(range(len(after)))
+    assert all(s["rollout/samples"] == 12 for s in after)
+    assert all(s["train/logprob_gap_max"] < 1e-4 for s in after)  # also after the restart: it had the weights
+
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(90) == 130, run.log.read_text()[-3000:]
+    run.assert_nothing_left()
+
+
+@pytest.mark.timeout(500)
+def test_a_reward_that_raises_stops_the_run_with_its_traceback(folder):
+    run = Run(folder, "--num-rollout", "2", "--run-dir", "broken", "--custom-rm-path", "my_rewards.broken")
+    assert run.wait() == 1
+    text = run.log.read_text()
+    assert 'raise KeyError("no such answer")' in text and "sample " in text.splitlines()[-1]
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hf-checkpoint", "nowhere"], "--hf-checkpoint nowhere: no such folder"),
+        (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--tp", "3"], "does not divide"),
+        (["--num-rolout", "3"], "did you mean --num-rollout"),
+        (["--custom-rm-path", "my_rewards.lenght"], "has no 'lenght'"),
+        (["--tp", "2", "--actor-num-gpus-per-node", "4000"], "too many for"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(folder, flags, message):
+    run = Run(folder, "--num-rollout", "1", "--run-dir", "never", *flags)
+    assert run.wait(60) == 2
+    text = run.log.read_text()
+    assert message in text and "Traceback" not in text
+    assert all(line.startswith("slime: error: ") for line in text.splitlines())
