@@ -1,4 +1,4 @@
-"""The rooms of the house import only downwards (design: drivers, ray, rollout and backends, data and models, config)."""
+"""The rooms of the house import only downwards: drivers, ray, rollout and backends, data and models, config."""
 
 import ast
 from pathlib import Path

@@ -28,8 +28,9 @@ def model(tmp_path):
 @pytest.fixture
 def base(model):
     return [
-        "--device", "cpu", "--hf-checkpoint", str(model), "--prompt-data", str(model.parent / "p.jsonl"), "--rm-type", "exact",
-        "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "16",
+        "--device", "cpu", "--hf-checkpoint", str(model), "--prompt-data", str(model.parent / "p.jsonl"),
+        "--rm-type", "exact", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2",
+        "--rollout-max-response-len", "16",
     ]  # fmt: skip
 
 

@@ -79,7 +79,8 @@ class Sample:
         if key is None:
             if isinstance(self.reward, dict):
                 raise TypeError(
-                    f"sample {self.index}: the reward is a dict with keys {sorted(self.reward)}; choose one with --reward-key"
+                    f"sample {self.index}: the reward is a dict with keys {sorted(self.reward)}; "
+                    "choose one with --reward-key"
                 )
             value = self.reward
         elif not isinstance(self.reward, dict) or key not in self.reward:
