@@ -1,2 +1,1 @@
 """slime: reinforcement learning of large language models."""
-

@@ -89,7 +89,9 @@ def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
             f"--rollout-max-context-len {args.rollout_max_context_len} is over the model's max_position_embeddings "
             f"{hf.max_position_embeddings}"
         )
-    if not args.debug_train_only and args.rollout_max_response_len >= (args.rollout_max_context_len or hf.max_position_embeddings):
+    if not args.debug_train_only and args.rollout_max_response_len >= (
+        args.rollout_max_context_len or hf.max_position_embeddings
+    ):
         yield (
             f"--rollout-max-response-len {args.rollout_max_response_len} leaves no room for a prompt in a context of "
             f"{args.rollout_max_context_len} tokens"
