@@ -54,7 +54,7 @@ def test_without_reports_the_rollout_is_generation():
 def test_console_line():
     metrics = {
         "rollout/raw_reward": 0.41234, "rollout/response_len_mean": 3.5, "train/entropy": 0.5, "train/loss": 0.1,
-        "train/clip_frac_low": 0.0, "train/clip_frac_high": 0.0125, "train/logprob_gap_max": 1.2e-6,
+        "train/pg_clipfrac_low": 0.0, "train/pg_clipfrac_high": 0.0125, "train/logprob_gap_max": 1.2e-6,
         "perf/rollout_tokens_per_s": 640.2, "perf/train_tokens_per_s": 12345.0, "perf/generate_time": 1.23,
         "perf/train_time": 0.9, "perf/sync_time": 0.01, "perf/step_time": 3.21, "train/grad_norm": float("nan"),
     }  # fmt: skip

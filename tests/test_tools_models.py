@@ -86,7 +86,7 @@ def test_addition_data(tmp_path, capsys):
     assert [len(questions[n]) for n in make_addition_data.FILES] == [2000, 1040, 200]
     assert len(set.union(*questions.values())) == 3240  # disjoint
     answers = [r["messages"][1]["content"] for r in rows["sft.jsonl"]]
-    assert sum(a.startswith("~") for a in answers) == 0.6 * len(answers)
+    assert sum(a.startswith("~") for a in answers) == 0.75 * len(answers)
     for row in rows["rl.jsonl"] + rows["eval.jsonl"]:
         a, b = map(int, row["prompt"][0]["content"].rstrip("=").split("+"))
         assert row["label"] == str(a + b)

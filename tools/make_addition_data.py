@@ -32,8 +32,8 @@ class AdditionData:
 
     sft_sums: int = 2000
     eval_sums: int = 200
-    copies: int = 5
-    plain_copies: int = 2
+    copies: int = 4
+    plain_copies: int = 1
     seed: int = 0
 
     def check(self) -> None:

@@ -55,7 +55,7 @@ def format_step(step: int, metrics: Mapping[str, float], num_steps: int | None =
     ):
         if (value := get(key)) is not None and not (label == "loss" and "rollout/raw_reward" in metrics):
             parts.append(f"{label} {_short(value)}")
-    low, high = get("train/clip_frac_low"), get("train/clip_frac_high")
+    low, high = get("train/pg_clipfrac_low"), get("train/pg_clipfrac_high")
     if low is not None and high is not None:
         parts.append(f"clip {_short(low)}/{_short(high)}")
     for label, key in (

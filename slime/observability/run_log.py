@@ -12,6 +12,7 @@ from slime.observability.config import write_config
 from slime.observability.console import Console
 from slime.observability.metrics import MetricsWriter, read_metrics
 from slime.observability.plots import plot_run
+from slime.observability.summary import FILE as SUMMARY_FILE
 from slime.observability.summary import summarize
 from slime.observability.timers import PhaseTimer
 from slime.observability.trackers import TensorBoardTracker
@@ -96,7 +97,7 @@ class RunLog:
         """Closes the files, draws the picture, writes and returns the summary."""
         self.close()
         summary = summarize(read_metrics(self._folder), time.monotonic() - self._started)
-        (self._folder / "summary.json").write_text(json.dumps(summary) + "\n")
+        (self._folder / SUMMARY_FILE).write_text(json.dumps(summary) + "\n")
         picture = plot_run(self._folder) if summary["steps"] else None
         first, last = summary["reward_first"], summary["reward_last"]
         reward = "" if first is None else f"reward {first:.3f} -> {last:.3f} (first and last 5 steps), "

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.observability.metrics import read_metrics
 
+FILE = "summary.json"
 WINDOW = 5  # steps at either end that are averaged
 
 
@@ -45,15 +46,27 @@ def _mean(values: Sequence[float]) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--wall-s", type=float, help="seconds to report instead of the sum over steps")
+    parser.add_argument("--wall-s", type=float, help="seconds to report; default: those of the run")
     options = parser.parse_args(argv)
     try:
         steps = read_metrics(options.run)
     except FileNotFoundError as error:
         print(f"summary: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(summarize(steps, options.wall_s)))
+    out = summarize(steps, options.wall_s)
+    if options.wall_s is None:
+        out["wall_s"] = _recorded_wall(options.run, out["steps"]) or out["wall_s"]
+    print(json.dumps(out))
     return 0
+
+
+def _recorded_wall(run: Path, steps: int) -> float | None:
+    """Seconds from start to end of a run that finished, which include what lies between its steps."""
+    try:
+        recorded = json.loads((run / FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return recorded["wall_s"] if recorded["steps"] == steps else None
 
 
 if __name__ == "__main__":
