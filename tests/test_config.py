@@ -123,7 +123,7 @@ def test_derived_layout(base):
         (["--rm-type", "remote_rm"], "needs --rm-url"),
         (["--rollout-temperature", "0"], "must be above 0"),
         (["--rollout-batch-size", "0"], "it must be at least 1"),
-        (["--prompt-data", "nowhere.jsonl"], "--prompt-data nowhere.jsonl: no such file"),
+        (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--hf-checkpoint", "nowhere"], "--hf-checkpoint nowhere: no such folder"),
         (["--eval-interval", "2"], "needs --eval-prompt-data"),
     ],
