@@ -52,13 +52,13 @@ def render(row: dict[str, Any]) -> Panel:
     if row["label"] is not None:
         text.append(f"\nlabel: {row['label']}", style="cyan")
     versions = ", ".join(map(str, row["versions"]))
-    title = (
-        f"sample {row['index']} of group {row['group']} | reward {row['reward']} | {row['status']} | "
-        f"{row['prompt_len']} + {row['response_len']} tokens" + (f" | weights {versions}" if versions else "")
-    )
+    title = f"sample {row['index']} of group {row['group']} | reward {row['reward']}"
+    details = f"{row['status']} | {row['prompt_len']} + {row['response_len']} tokens"
+    details += f" | weights {versions}" if versions else ""
     reward = reward_of(row)
     colour = "white" if math.isnan(reward) else "green" if reward > 0 else "red"
-    return Panel(text, title=Text(title), title_align="left", border_style=colour)
+    head, foot = Text(title), Text(details)
+    return Panel(text, title=head, title_align="left", subtitle=foot, subtitle_align="left", border_style=colour)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
