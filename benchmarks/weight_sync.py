@@ -1,0 +1,89 @@
+"""Weight sync of a real engine: GB/s against a plain memory copy of the same bytes, and what the digests cost.
+
+    python benchmarks/weight_sync.py --hf-checkpoint models/smollm2-135m-instruct [--dtype bfloat16] [--rounds 5]
+
+One trainer rank and one SGLang engine on this machine. Checked and unchecked syncs take turns; the best of each counts,
+because these machines are noisy. Last line: JSON.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+
+import torch
+
+from slime.backends.megatron_utils.model import build_model, transformer_config
+from slime.backends.megatron_utils.parallel import init_parallel
+from slime.backends.megatron_utils.update_weight import WeightUpdater
+from slime.backends.sglang_utils.client import EngineEndpoint
+from slime.backends.sglang_utils.server import EngineSpec, SGLangServer
+from slime.config.args import Args
+from slime.config.hf_config import load_hf_config
+from slime.models import load_hf_into
+from slime.utils.net import free_port
+
+
+def copy_seconds(nbytes: int, rounds: int) -> float:
+    """Of one copy in memory, best of the rounds."""
+    source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as logs:
+        args = Args(
+            hf_checkpoint=options.hf_checkpoint, params_dtype=options.dtype, rollout_max_context_len=256,
+            sglang_server_concurrency=4, actor_num_gpus_per_node=1, check_weights_interval=2, run_dir=logs,
+        )  # fmt: skip
+        server = SGLangServer(args, EngineSpec.from_args(args))
+        server.start()
+        try:
+            result = measure(args, server.url, options.rounds)
+        finally:
+            server.stop()
+    print(f"{'':24}{'seconds':>9}{'GB/s':>8}")
+    for name in "copy", "sync", "sync_checked":
+        print(f"{name.replace('_', ', '):24}{result[f'{name}_s']:9.3f}{result['gb'] / result[f'{name}_s']:8.2f}")
+    print(json.dumps(result))
+
+
+def measure(args: Args, url: str, rounds: int) -> dict[str, float]:
+    hf = load_hf_config(args.hf_checkpoint)  # type: ignore[arg-type]
+    init_parallel(args, 0, 1, "127.0.0.1", free_port(), num_layers=hf.num_layers)
+    config = transformer_config(args, hf)
+    config.perform_initialization = False
+    chunks = build_model(args, hf, config)
+    load_hf_into(chunks, args.hf_checkpoint, hf, args)  # type: ignore[arg-type]
+    updater = WeightUpdater(args, chunks, hf)
+    updater.connect([EngineEndpoint(url)])
+    receipts = [updater.update(version) for version in range(2 * rounds + 2)][2:]
+    checked, plain = receipts[::2], receipts[1::2]  # check_weights_interval 2, even ones are checked
+    assert all(r.digests_checked for r in checked) and not any(r.digests_checked for r in plain)
+    best, best_checked = min(r.seconds for r in plain), min(r.seconds for r in checked)
+    copy = copy_seconds(plain[0].bytes, rounds)
+    return {
+        "tensors": plain[0].tensors,
+        "gb": plain[0].bytes / 1e9,
+        "copy_s": copy,
+        "sync_s": best,
+        "sync_checked_s": best_checked,
+        "gb_per_s": plain[0].bytes / 1e9 / best,
+        "of_copy": copy / best,
+        "digest_overhead": best_checked / best - 1,
+        "digest_wait_s": min(r.check_seconds for r in checked),
+    }
+
+
+if __name__ == "__main__":
+    main()
