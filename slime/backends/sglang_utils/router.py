@@ -104,8 +104,12 @@ def router_command(args: Args, host: str, port: int, prometheus_port: int) -> li
         "prometheus_host": "127.0.0.1",
         "log_level": "warn",
         "request_timeout_secs": max(1, int(args.rollout_request_timeout)),
-        # A worker that dies must leave the rotation soon. The engine's own monitor decides about restarts.
+        # Our monitor takes a dead engine out within seconds and decides about restarts. The router must not give up on
+        # one that is only slow (a loaded machine, a weight update): with a single engine every request would fail.
         "health_check_interval_secs": 5,
+        "health_check_timeout_secs": 30,
+        "health_success_threshold": 1,
+        "disable_circuit_breaker": True,
     }
     merged = overlay(options, args.router, known, RESERVED_ROUTER, "--router-")
     return [sys.executable, "-c", _LAUNCH, *command_line(merged, known)]
