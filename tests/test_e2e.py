@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.e2e, pytest.mark.engine]
 REWARDS = """
 async def length(args, sample, **kwargs):
-    return float(len(set(sample.tokens[-sample.response_length:])))
+    return float(sum(sample.tokens[-sample.response_length:]) % 5)
 
 
 async def broken(args, sample, **kwargs):
@@ -122,7 +122,7 @@ def test_tp2_pp2_with_a_real_engine_then_resume_kill_and_interrupt(folder):
     for left in ("config.yaml", "reward.png", "summary.json", "samples/step_000001.jsonl", "logs/engine_0.log"):
         assert (folder / "run" / left).exists(), left
     samples = [json.loads(x) for x in (folder / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
-    assert len(samples) == 12 and {v for s in samples for v in s["versions"]} == {1}
+    assert len(samples) == 12 and {v for s in samples for v in s["versions"]} == {"1"}
 
     # The same folder again, under another layout: goes on at step 3; an engine that is killed comes back.
     run = Run(
