@@ -32,6 +32,8 @@ def ray_session(args: Args, layout: Layout) -> Iterator[None]:
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
     # Workers print what users must see through the driver; Ray's own deduplication would hide ranks.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Ray would SIGKILL a dying worker's direct children, and with them the reaper that ends an engine's whole tree.
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     # Ray starts workers at niceness 15: anything else on the machine would starve the trainer and the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Modules that the driver can import (a user's hooks), its workers can import too.
