@@ -82,8 +82,15 @@ def sync_weights(trainer: Any, manager: Any, version: int) -> Any:
     """Engines get the trainer's weights, as this version; returns the receipt."""
     import ray
 
-    trainer.connect_engines(*ray.get(manager.begin_sync.remote()))
-    receipt = trainer.update_weights(version)
+    for tries_left in (2, 1, 0):
+        try:
+            trainer.connect_engines(*ray.get(manager.begin_sync.remote()))
+            receipt = trainer.update_weights(version)
+            break
+        except Exception:
+            # An engine that died meanwhile is restarted, and the update starts again; anything else is an error.
+            if not (tries_left and ray.get(manager.repair.remote(version))):
+                raise
     ray.get(manager.end_sync.remote(version))
     return receipt
 
@@ -119,13 +126,13 @@ def run(args: Args, layout: Layout) -> int:
     def terminate(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt  # a scheduler's SIGTERM cleans up like Ctrl-C
 
-    signal.signal(signal.SIGTERM, terminate)
     started = time.monotonic()
     moved = prepare_run_folder(args)
     if moved is not None:
         print(f"slime: an earlier run was in {args.run_dir}; it is now in {moved}")
     try:
         with ray_session(args, layout):
+            signal.signal(signal.SIGTERM, terminate)  # after Ray, which installs a handler of its own
             train(args, layout)
     except KeyboardInterrupt:
         print(f"slime: interrupted after {time.monotonic() - started:.0f} s; all processes stopped", file=sys.stderr)

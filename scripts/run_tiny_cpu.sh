@@ -35,7 +35,7 @@ GRPO=(
 )
 
 python tools/make_tiny_model.py "$MODEL" >&2
-python tools/make_addition_data.py "$DATA" --plain-copies 1 >&2
+python tools/make_addition_data.py "$DATA" >&2
 
 # The fine-tuned model is kept: its flags and inputs are its name.
 WANT="$(printf '%s\n' "${COMMON[@]}" "${SFT[@]}" | cat - "$MODEL/config.json" tools/make_addition_data.py | sha256sum | cut -c1-16)"

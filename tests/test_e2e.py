@@ -88,12 +88,12 @@ class Run:
             time.sleep(0.5)
 
 
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(x) for x in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+def lines(folder: Path, run: str = "run") -> list[dict]:
+    return [json.loads(x) for x in (folder / run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(900)
-def test_tp2_pp2_with_a_real_engine_then_resume_kill_and_interrupt(folder):
+def test_tp2_pp2_with_a_real_engine_then_resume_and_interrupt(folder):
     run = Run(
         folder,
         "--num-rollout",
@@ -124,38 +124,33 @@ def test_tp2_pp2_with_a_real_engine_then_resume_kill_and_interrupt(folder):
     samples = [json.loads(x) for x in (folder / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
     assert len(samples) == 12 and {v for s in samples for v in s["versions"]} == {"1"}
 
-    # The same folder again, under another layout: goes on at step 3; an engine that is killed comes back.
-    run = Run(
-        folder,
-        "--num-rollout",
-        "1000",
-        "--load",
-        "ck",
-        "--save",
-        "ck",
-        "--save-interval",
-        "1000",
-        "--rollout-health-check-interval",
-        "2",
-    )
-    seen = run.wait_for("step 3/1000")
-    assert "step 2/1000" not in seen and "step 1/1000" not in seen
-    scheduler = [p for p in run.descendants() if "scheduler" in p.name() or "sglang::sched" in " ".join(p.cmdline())]
+    # The same folder again, under another layout: goes on at step 3; Ctrl-C leaves nothing.
+    run = Run(folder, "--num-rollout", "1000", "--load", "ck", "--save", "ck", "--save-interval", "1000")
+    seen = run.wait_for("step 4/1000")
+    assert "step 3/1000" in seen and "step 2/1000" not in seen
+    assert [s["step"] for s in lines(folder)][:4] == [0, 1, 2, 3]
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(120) == 130, run.log.read_text()[-3000:]
+    run.assert_nothing_left()
+
+
+@pytest.mark.timeout(900)
+def test_an_engine_that_is_killed_comes_back_with_the_weights(folder):
+    run = Run(folder, "--num-rollout", "1000", "--run-dir", "killed", "--rollout-health-check-interval", "2")
+    run.wait_for("step 2/1000")
+    scheduler = [p for p in run.descendants() if "sched" in p.name() or "sglang::sched" in " ".join(p.cmdline())]
     assert scheduler, [p.name() for p in run.descendants()]
     scheduler[0].send_signal(signal.SIGKILL)
-    done = len(lines(folder))
-    deadline = time.monotonic() + 400
-    while len(lines(folder)) < done + 8:  # requests that were lost are sent again; training goes on
-        assert run.process.poll() is None, run.log.read_text()[-6000:]
-        assert time.monotonic() < deadline, run.log.read_text()[-6000:]
-        time.sleep(0.5)
-    after = lines(folder)
-    assert [s["step"] for s in after] == list(range(len(after)))
-    assert all(s["rollout/samples"] == 12 for s in after)
-    assert all(s["train/logprob_gap_max"] < 1e-4 for s in after)  # also after the restart: it had the weights
-
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait(90) == 130, run.log.read_text()[-3000:]
+    # Whether it died in a rollout or in a sync: its requests are sent again, and training goes on.
+    run.wait_for("serves again")
+    done = len(lines(folder, "killed"))
+    run.wait_for(f"step {done + 4}/1000")
+    steps = lines(folder, "killed")
+    assert [s["step"] for s in steps] == list(range(len(steps)))
+    assert all(s["rollout/samples"] == 12 for s in steps)
+    assert all(s["train/logprob_gap_max"] < 1e-4 for s in steps)  # after the restart too: it had the weights
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(120) == 130, run.log.read_text()[-3000:]
     run.assert_nothing_left()
 
 

@@ -154,6 +154,8 @@ def _algorithm(args: Args) -> Iterator[str]:
 
 
 def _rollout(args: Args) -> Iterator[str]:
+    if args.loss_type == "sft_loss" and args.n_samples_per_prompt != 1:
+        yield f"--n-samples-per-prompt {args.n_samples_per_prompt}: fine-tuning trains each row once, set it to 1"
     if args.debug_train_only and args.debug_rollout_only:
         yield "--debug-train-only and --debug-rollout-only exclude each other"
     needs_reward = args.loss_type == "policy_loss" and not args.debug_train_only

@@ -1,5 +1,6 @@
 """`EngineFleet`: all engines and the router of a run, owned by the rollout manager."""
 
+import time
 from typing import Any
 
 import ray
@@ -132,6 +133,26 @@ class EngineFleet:
     def resume_watch(self) -> None:
         if self._monitor is not None:
             self._monitor.resume()
+
+    def repair(self, version: int, notice: float = 20.0) -> bool:
+        """After a weight update that failed: waits until engines that died are back, with these weights.
+
+        False when none died within `notice` seconds (a server outlives its scheduler by a few): then the failure has
+        another cause, and trying again would hide it.
+        """
+        deadline = time.monotonic() + notice
+        while all(engine.is_alive() for engine in self.engines):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.5)
+        if self._monitor is None:
+            return False
+        self.version, before = version, self.restarts
+        self.resume_watch()
+        while self.restarts == before or not all(engine.is_alive() for engine in self.engines):
+            self.raise_if_lost()
+            time.sleep(0.5)
+        return True
 
     def raise_if_lost(self) -> None:
         if self._monitor is not None:

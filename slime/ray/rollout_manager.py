@@ -55,6 +55,10 @@ class _RolloutManager:
         self._fleet.resume_memory(["weights"])
         return self._fleet.endpoints(), self._fleet.restarts
 
+    def repair(self, version: int) -> bool:
+        """After a weight update that failed: True when an engine had died and is back."""
+        return self._fleet is not None and self._fleet.repair(version)
+
     def end_sync(self, version: int) -> None:
         """After it: the engines hold this version; one that is restarted gets it again."""
         if self._fleet is not None:
