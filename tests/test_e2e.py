@@ -51,7 +51,13 @@ class Run:
         self.log = folder / "train.log"
         self._file = self.log.open("w")
         self.process = subprocess.Popen(
-            command, cwd=folder, stdout=self._file, stderr=subprocess.STDOUT, env={**os.environ, name: value}
+            command,
+            cwd=folder,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, name: value},
+            # A shell that runs the tests in the background makes them ignore Ctrl-C; a user's terminal does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def wait_for(self, text: str, timeout: float = 400.0) -> str:
