@@ -3,6 +3,7 @@
 python train.py --hf-checkpoint MODEL --prompt-data FILE.jsonl --rm-type math --num-rollout 100
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -67,8 +68,10 @@ def train(args: Args, layout: Layout) -> None:
             trainer.save_hf(args.save_hf)
         log.finish()
     finally:
-        ray.get(manager.stop.remote(), timeout=60)
-        placement.remove()
+        # A manager that is busy or dead must not hide why we are here; its engines end with it in any case.
+        with contextlib.suppress(Exception):
+            ray.get(manager.stop.remote(), timeout=30)
+            placement.remove()
 
 
 def due(interval: int | None, rollout_id: int, last: bool) -> bool:
