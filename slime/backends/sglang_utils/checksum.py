@@ -95,13 +95,18 @@ class EngineDigests:
         else:
             self._add(name, tensor)
 
+    def wait(self) -> None:
+        """Until all that was added is hashed: then the tensors may change."""
+        for job in self._jobs:
+            job.result()
+        self._jobs.clear()
+
     def finish(self) -> list[dict[str, str]]:
         """Digest by engine parameter name, one dict per tensor-parallel rank. Raises ValueError when a part of a fused
         parameter never came."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            for job in self._jobs:
-                job.result()
+            self.wait()
+            self._pool.shutdown()
         if self._pending:
             name, ranks = next(iter(self._pending.items()))
             raise ValueError(f"engine digests: {name} got {ranks[0].next_part} of its {ranks[0].parts} parts in order")

@@ -1,7 +1,7 @@
 """Many tensors as one run of bytes, as SGLang's load format "flattened_bucket" takes them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,27 +25,35 @@ class Bucket:
         return [list(tensor.shape) for tensor in self.tensors]
 
 
-def make_buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Buckets of at most `max_bytes`, one dtype each, so that every tensor starts aligned; a larger one goes alone."""
+def make_buckets(
+    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int, space: Callable[[int], torch.Tensor] | None = None
+) -> Iterator[Bucket]:
+    """Buckets of at most `max_bytes`, one dtype each, so that every tensor starts aligned; a larger one goes alone.
+
+    space(n): where to put a bucket of n bytes (uint8 [n]); None: new memory for each.
+    """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     used = 0
     for name, tensor in weights:
         if tensors and (used + tensor.nbytes > max_bytes or tensor.dtype != tensors[0].dtype):
-            yield _pack(names, tensors, last=False)
+            yield _pack(names, tensors, space, last=False)
             names, tensors, used = [], [], 0
         names.append(name)
         tensors.append(tensor)
         used += tensor.nbytes
     if tensors:
-        yield _pack(names, tensors, last=True)
+        yield _pack(names, tensors, space, last=True)
 
 
-def _pack(names: list[str], tensors: list[torch.Tensor], last: bool) -> Bucket:
+def _pack(
+    names: list[str], tensors: list[torch.Tensor], space: Callable[[int], torch.Tensor] | None, last: bool
+) -> Bucket:
     """Copies the tensors into a buffer; the bucket's tensors are views of it, safe from later changes of the model."""
-    data = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
-    parts = data.split([tensor.nbytes for tensor in tensors])
-    views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+    data = torch.cat(parts, out=space(sum(map(len, parts))) if space else None)
+    copies = data.split(list(map(len, parts)))
+    views = [copy.view(tensor.dtype).view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]
     return Bucket(names, views, data, last)
 
 

@@ -1,5 +1,6 @@
 """Sending by broadcast: each pipeline stage's source shares a process group with all ranks of all engines."""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ class DistributedSender:
         self._args, self._model, self._hf, self._ranks = args, model, hf, ranks
         self._stage, self._is_last = stage, stage == stages - 1
         self._group: EngineGroup | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._connections = 0
 
     def connect(self, engines: Sequence[EngineEndpoint], stage: int) -> None:
@@ -46,6 +48,7 @@ class DistributedSender:
         if self._group is not None:
             self._group.abort()
             self._group = None
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # a broadcast that never ended may still read the old one
 
     def send(self, stage: int, version: int, sent: Sent) -> None:
         """This stage's turn. All its ranks take part in gathering, to the end, even when sending has failed."""
@@ -58,7 +61,8 @@ class DistributedSender:
 
     def _send(self, weights: Any, version: int, sent: Sent) -> None:
         requests: list[Any] = []
-        for bucket in make_buckets(weights, self._args.update_weight_buffer_size):
+        space = functools.partial(self._space, sent) if device.current_device().type == "cpu" else None
+        for bucket in make_buckets(weights, self._args.update_weight_buffer_size, space):
             group = self._group
             assert group is not None, "only the source of a stage receives weights, and it has joined a group"
             group.finish(requests)  # engines load one bucket while we gather the next
@@ -68,6 +72,13 @@ class DistributedSender:
             group.broadcast(bucket.data, requests)
         if self._group is not None:
             self._group.finish(requests)
+
+    def _space(self, sent: Sent, nbytes: int) -> torch.Tensor:
+        """The same memory for every bucket of every update: on CPU, touching new memory costs more than copying."""
+        sent.wait()  # the bucket before this one, which the engines have received, must be digested too
+        if len(self._buffer) < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffer[:nbytes]
 
     def _receive(self, client: EngineClient, bucket: Bucket, group: str, version: str | None) -> None:
         client.update_weights_from_distributed(

@@ -23,6 +23,11 @@ class Sent:
             for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
                 prediction.add(name, tensor)
 
+    def wait(self) -> None:
+        """Until all that was added is digested, so that its memory may be used again."""
+        for prediction in self._predictions.values():
+            prediction.wait()
+
     def finish(self) -> "SentTotals":
         started = time.perf_counter()
         digests = {tp_size: prediction.finish() for tp_size, prediction in self._predictions.items()}
