@@ -442,3 +442,49 @@ def test_user_fields_of_credit():
     data["token_rewards"] = [torch.ones(r) for r in data["response_lengths"]]
     L.compute_advantages_and_returns(base_args(advantage_estimator="reinforce_plus_plus"), data)
     torch.testing.assert_close(data["returns"][0], data["rewards"][0] + torch.tensor([3.0, 2.0, 1.0]))
+
+
+def test_estimators_take_their_own_flags():
+    """compute_advantages_and_returns against the formulas called by hand: nothing swapped, nothing dropped."""
+    from slime.utils import ppo_utils as pu
+
+    def estimate(name, **changes):
+        data = make_data()
+        L.compute_advantages_and_returns(base_args(advantage_estimator=name, **changes), data)
+        return data
+
+    data = make_data()
+    masks, rewards = data["loss_masks"], data["rewards"]
+    kl = [pu.compute_approx_kl(a, b, "k2") for a, b in zip(data["log_probs"], data["ref_log_probs"], strict=True)]
+    token_rewards = pu.get_token_rewards(rewards, kl, masks, 0.1)
+    kl_flags = dict(kl_coef=0.1, kl_loss_type="k2")
+    want = pu.get_advantages_and_returns(data["values"], token_rewards, masks, 0.9, 0.5)
+    got = estimate("ppo", gamma=0.9, lambd=0.5, **kl_flags)
+    torch.testing.assert_close((got["advantages"], got["returns"]), want)
+    want = pu.get_reinforce_plus_plus_returns(rewards, kl, masks, 0.1, 0.9)
+    got = estimate("reinforce_plus_plus", gamma=0.9, lambd=0.5, **kl_flags)
+    torch.testing.assert_close((got["advantages"], got["returns"]), (want, want))
+    whitened = estimate("reinforce_plus_plus", gamma=0.9, normalize_advantages=True, **kl_flags)
+    torch.testing.assert_close(whitened["advantages"], pu.whiten(want, masks))
+    torch.testing.assert_close(whitened["returns"], want)
+    distilled = estimate("on_policy_distillation")["advantages"]
+    torch.testing.assert_close(distilled[0], data["teacher_log_probs"][0] - data["log_probs"][0])
+    mixed = estimate("grpo", extra={"opd_kl_coef": 0.3})["advantages"]
+    torch.testing.assert_close(mixed[0], rewards[0] + 0.3 * distilled[0])
+    engine = estimate("on_policy_distillation", use_rollout_logprobs=True)["advantages"]
+    torch.testing.assert_close(engine[0], data["teacher_log_probs"][0] - data["rollout_log_probs"][0])
+
+
+def test_cispo_clip_fractions_are_of_the_ratio():
+    args, data = base_args(advantage_estimator="cispo"), make_data()
+    _, out = L.get_log_probs_and_entropy(
+        torch.cat(data["logits"]).unsqueeze(0), args=args,
+        **{k: data[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")},
+    )  # fmt: skip
+    data["log_probs"] = [x.clone() for x in out["log_probs"]]
+    data["log_probs"][0][0] -= 1.0  # ratio e
+    data["log_probs"][3][0] += 1.0  # ratio 1/e
+    data["log_probs"][3][2] += 1.0
+    _, metrics, _ = run(args, data)
+    assert metrics["pg_clipfrac_high"] == pytest.approx(1 / 11)
+    assert metrics["pg_clipfrac_low"] == pytest.approx(2 / 11)

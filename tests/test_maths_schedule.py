@@ -93,6 +93,12 @@ def test_a_sample_over_the_limit_is_alone():
     assert sorted(step.ranks[0]) == [[0], [1, 2, 3]]
 
 
+def test_context_parallel_ranks_share_a_micro_batch():
+    args = Args(global_batch_size=2, max_tokens_per_gpu=10, context_parallel_size=2)
+    (step,) = make_schedule(args, [10, 10], [1, 1], [0, 1], 1).steps
+    assert step.ranks == [[[0, 1]]]
+
+
 def test_last_step_takes_the_rest_and_nothing_trained_gives_zero_denominators():
     schedule = make_schedule(Args(global_batch_size=3), [5] * 4, [2, 0, 1, 0], [0, 1, 2, 3], 2)
     assert [(s.num_samples, s.num_tokens) for s in schedule.steps] == [(2, 3), (0, 0)]
