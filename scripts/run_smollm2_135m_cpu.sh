@@ -30,4 +30,12 @@ python train.py \
     --rollout-max-context-len 1024 --rollout-max-response-len 96 \
     --advantage-estimator grpo --max-tokens-per-gpu 2048 --lr 1e-6 \
     --run-dir "$RUN" "$@"
+# The summary is of the run that was made, also where --run-dir was given.
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --run-dir) RUN="$2" ;;
+        --run-dir=*) RUN="${1#--run-dir=}" ;;
+    esac
+    shift
+done
 python -m slime.observability.summary "$RUN"

@@ -48,4 +48,12 @@ fi
 
 echo "== GRPO"
 python train.py "${COMMON[@]}" --hf-checkpoint models/tiny-qwen3-sft "${GRPO[@]}" "$@"
+# The summary is of the run that was made, also where --run-dir was given.
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --run-dir) RUN="$2" ;;
+        --run-dir=*) RUN="${1#--run-dir=}" ;;
+    esac
+    shift
+done
 python -m slime.observability.summary "$RUN"
