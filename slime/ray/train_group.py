@@ -136,6 +136,9 @@ def _env(args: Args, layout: Layout) -> dict[str, str]:
         # machine a step of many small operations took thirty times as long.
         env["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         env["CUDA_VISIBLE_DEVICES"] = ""
+        env["THP_MEM_ALLOC_ENABLE"] = (
+            "1"  # torch asks for huge pages: first touches of 4 kB pages cost more than the work
+        )
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "")
     else:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps communication by launch order
