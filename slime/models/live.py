@@ -16,6 +16,7 @@ import torch.distributed as dist
 from slime.config.hf_config import HFConfig
 from slime.models.families import model_table
 from slime.models.hf_files import HFFolder, check_folder
+from slime.models.rows import Pieces
 from slime.models.table import Bound, WeightTable
 
 
@@ -192,14 +193,14 @@ def iter_hf_weights(
     batch_bytes: size of one gather; bounds the extra memory to that times the tensor-parallel size.
     """
     for batch in iter_hf_batches(model_chunks, hf_config, args, batch_bytes=batch_bytes):
-        for name, tensor in batch:
-            yield name, tensor if dtype is None else tensor.to(dtype)
+        for name, pieces in batch:
+            yield name, pieces.whole() if dtype is None else pieces.whole().to(dtype)
 
 
 def iter_hf_batches(
     model_chunks: Sequence[torch.nn.Module], hf_config: HFConfig, args: Any, *, batch_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The same, one gather at a time: all ranks of the stage step together, those that are not its source with []."""
+) -> Iterator[list[tuple[str, Pieces]]]:
+    """The same in pieces, one gather at a time: all ranks of the stage step together, all but its source with []."""
     table, ranks = model_table(hf_config, args), model_ranks()
     params = [live for live in live_params(model_chunks, table, ranks) if live.bound.param.exported]
     for batch in _batches(params, batch_bytes):
@@ -209,13 +210,13 @@ def iter_hf_batches(
             continue
         group, size = (ranks.expert_group, ranks.etp * ranks.ep) if expert else (ranks.dense_group, ranks.tp)
         gathered = iter(_gather([live.tensor for live in batch if live.bound.param.form.cut or expert], group, size))
-        out: list[tuple[str, torch.Tensor]] = []
+        out: list[tuple[str, Pieces]] = []
         for live in batch if ranks.is_source else []:
             shards = next(gathered) if live.bound.param.form.cut or expert else [live.tensor] * size
             tp = ranks.etp if expert else ranks.tp
             for number, bound in enumerate(_siblings(live.bound, table, ranks)):
-                tensors = bound.param.unload(shards[number * tp : (number + 1) * tp])
-                out += zip(bound.hf_names, tensors, strict=True)
+                sources = bound.param.unload(shards[number * tp : (number + 1) * tp])
+                out += zip(bound.hf_names, sources, strict=True)
         yield out
 
 

@@ -128,22 +128,55 @@ def fill(out: torch.Tensor, rows: Rows, axis: int, read: ReadRows) -> None:
         at += len(run)
 
 
-def merge(shards: Sequence[torch.Tensor], rows: Sequence[Rows], axis: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The inverse of `fill` over all ranks: the source tensors. Padding is dropped.
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor that lies in pieces along `axis`: it is put together where it is wanted, with one copy or none."""
 
-    A source that lies in one piece in one shard is returned as a view of it, without a copy.
+    parts: tuple[torch.Tensor, ...]
+    axis: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def whole(self) -> torch.Tensor:
+        """A view when there is only one piece, else a new tensor."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, self.axis)
+
+    def write(self, out: torch.Tensor) -> None:
+        for part, target in zip(
+            self.parts, out.split([part.shape[self.axis] for part in self.parts], self.axis), strict=True
+        ):
+            target.copy_(part)
+
+
+def merge(shards: Sequence[torch.Tensor], rows: Sequence[Rows], axis: int, sizes: Sequence[int]) -> list[Pieces]:
+    """The inverse of `fill` over all ranks: the source tensors, as views of the shards. Padding is dropped.
+
+    Raises ValueError when the shards do not hold every row of every source.
     """
-    pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in sizes]
+    found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in sizes]
     for shard, shard_rows in zip(shards, rows, strict=True):
         at = 0
         for run in shard_rows:
             if run.source != PADDING:
-                pieces[run.source].append((run.start, shard.narrow(axis, at, len(run))))
+                found[run.source].append((run.start, shard.narrow(axis, at, len(run))))
             at += len(run)
     out = []
-    for found, total in zip(pieces, sizes, strict=True):
-        found.sort(key=lambda piece: piece[0])
-        if sum(piece.shape[axis] for _, piece in found) != total:
-            raise ValueError(f"{total} rows wanted, {sum(p.shape[axis] for _, p in found)} rows found in the shards")
-        out.append(found[0][1] if len(found) == 1 else torch.cat([piece for _, piece in found], axis))
+    for pieces, total in zip(found, sizes, strict=True):
+        pieces.sort(key=lambda piece: piece[0])
+        have = sum(part.shape[axis] for _, part in pieces)
+        if have != total:
+            raise ValueError(f"{total} rows wanted, {have} rows found in the shards")
+        out.append(Pieces(tuple(part for _, part in pieces), axis))
     return out

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slime.config.hf_config import HFConfig
-from slime.models.rows import Form, ReadRows, Rows, fill, merge
+from slime.models.rows import Form, Pieces, ReadRows, Rows, fill, merge
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Param:
             raise ValueError(f"{self.megatron[0]}: rank {rank} of {tp} has shape {have}, config.json gives {want}")
         fill(out, self.shards(tp)[rank], self.form.axis, read)
 
-    def unload(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def unload(self, shards: Sequence[torch.Tensor]) -> list[Pieces]:
         """The Hugging Face tensors out of all ranks' shards (or any one rank's, when the parameter is not cut)."""
         tp = len(shards)
         if not self.form.cut:

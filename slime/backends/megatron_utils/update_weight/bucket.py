@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from slime.models.rows import Pieces
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -18,7 +20,7 @@ class Bucket:
 
     @property
     def dtypes(self) -> list[str]:
-        return [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors]
+        return [dtype_name(tensor.dtype) for tensor in self.tensors]
 
     @property
     def shapes(self) -> list[list[int]]:
@@ -26,41 +28,47 @@ class Bucket:
 
 
 def make_buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int, space: Callable[[int], torch.Tensor] | None = None
+    weights: Iterable[tuple[str, Pieces]], max_bytes: int, space: Callable[[int], torch.Tensor] | None = None
 ) -> Iterator[Bucket]:
     """Buckets of at most `max_bytes`, one dtype each, so that every tensor starts aligned; a larger one goes alone.
 
     space(n): where to put a bucket of n bytes (uint8 [n]); None: new memory for each.
     """
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
+    batch: list[tuple[str, Pieces]] = []
     used = 0
-    for name, tensor in weights:
-        if tensors and (used + tensor.nbytes > max_bytes or tensor.dtype != tensors[0].dtype):
-            yield _pack(names, tensors, space, last=False)
-            names, tensors, used = [], [], 0
-        names.append(name)
-        tensors.append(tensor)
-        used += tensor.nbytes
-    if tensors:
-        yield _pack(names, tensors, space, last=True)
+    for name, pieces in weights:
+        if batch and (used + pieces.nbytes > max_bytes or pieces.dtype != batch[0][1].dtype):
+            yield _pack(batch, space, last=False)
+            batch, used = [], 0
+        batch.append((name, pieces))
+        used += pieces.nbytes
+    if batch:
+        yield _pack(batch, space, last=True)
 
 
-def _pack(
-    names: list[str], tensors: list[torch.Tensor], space: Callable[[int], torch.Tensor] | None, last: bool
-) -> Bucket:
-    """Copies the tensors into a buffer; the bucket's tensors are views of it, safe from later changes of the model."""
-    parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
-    data = torch.cat(parts, out=space(sum(map(len, parts))) if space else None)
-    copies = data.split(list(map(len, parts)))
-    views = [copy.view(tensor.dtype).view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]
+def _pack(batch: list[tuple[str, Pieces]], space: Callable[[int], torch.Tensor] | None, last: bool) -> Bucket:
+    """Copies the tensors, which are then safe from later changes of the model."""
+    first = batch[0][1].parts[0]
+    data = space(sum(p.nbytes for _, p in batch)) if space else None
+    names, shapes = [name for name, _ in batch], [list(pieces.shape) for _, pieces in batch]
+    bucket = empty_bucket(names, [dtype_name(first.dtype)] * len(batch), shapes, first.device, data, last=last)
+    for view, (_, pieces) in zip(bucket.tensors, batch, strict=True):
+        pieces.write(view)
+    return bucket
+
+
+def empty_bucket(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], device: torch.device,
+    data: torch.Tensor | None = None, *, last: bool = False,
+) -> Bucket:  # fmt: skip
+    """A bucket to receive into: its tensors show what comes into its data. data: its memory; None: new memory."""
+    kinds = [getattr(torch, dtype) for dtype in dtypes]
+    sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+    if data is None:
+        data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    views = [p.view(kind).view(shape) for p, kind, shape in zip(data.split(sizes), kinds, shapes, strict=True)]
     return Bucket(names, views, data, last)
 
 
-def empty_bucket(names: list[str], dtypes: list[str], shapes: list[list[int]], device: torch.device) -> Bucket:
-    """A bucket to receive into: its tensors show what comes into its data."""
-    kinds = [getattr(torch, dtype) for dtype in dtypes]
-    sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
-    data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    views = [p.view(kind).view(shape) for p, kind, shape in zip(data.split(sizes), kinds, shapes, strict=True)]
-    return Bucket(names, views, data, last=False)
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

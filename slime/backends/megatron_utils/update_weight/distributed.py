@@ -1,6 +1,7 @@
 """Sending by broadcast: each pipeline stage's source shares a process group with all ranks of all engines."""
 
 import functools
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,7 @@ from slime.backends.megatron_utils.update_weight.engine_group import EngineGroup
 from slime.backends.megatron_utils.update_weight.sent import Sent
 from slime.backends.sglang_utils.client import EngineClient, EngineEndpoint
 from slime.config.hf_config import HFConfig
-from slime.models import iter_hf_weights
-from slime.models.live import Ranks
+from slime.models.live import Ranks, iter_hf_batches
 
 
 class DistributedSender:
@@ -52,7 +52,9 @@ class DistributedSender:
 
     def send(self, stage: int, version: int, sent: Sent) -> None:
         """This stage's turn. All its ranks take part in gathering, to the end, even when sending has failed."""
-        weights = iter_hf_weights(self._model, self._hf, self._args, batch_bytes=self._args.update_weight_buffer_size)
+        batch_bytes = self._args.update_weight_buffer_size
+        batches = iter_hf_batches(self._model, self._hf, self._args, batch_bytes=batch_bytes)
+        weights = itertools.chain.from_iterable(batches)
         try:
             self._send(weights, version, sent)
         finally:
