@@ -1,5 +1,8 @@
 """Core attention of the torch layer spec: causal attention over packed sequences (THD), each one for itself."""
 
+import dataclasses
+import functools
+import itertools
 import math
 from typing import Any
 
@@ -43,28 +46,93 @@ class PackedAttention(torch.nn.Module):
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("the torch layer spec is causal per sequence and takes no attention mask or bias")
         lengths = _lengths(packed_seq_params)
-        # One split per tensor rather than slices: the backward of a split writes each gradient once.
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._one_sequence(q, k, v) for q, k, v in parts])
+        batches = similar_lengths(tuple(lengths))
+        if len(batches) == len(lengths):
+            # One split per tensor rather than slices: the backward of a split writes each gradient once.
+            parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+            return torch.cat([self._attend(*(x.unsqueeze(0) for x in part)).squeeze(0) for part in parts])
+        plan = padding_plan(tuple(lengths), query.device)
+        padded = (x.index_select(0, plan.source).split(plan.sizes) for x in (query, key, value))
+        out = [
+            self._attend(*(x.unflatten(0, shape) for x in part)).flatten(0, 1)
+            for part, shape in zip(zip(*padded, strict=True), plan.shapes, strict=True)
+        ]
+        return torch.cat(out).index_select(0, plan.place)
 
-    def _one_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[L, heads, D], [L, groups, D] twice -> [L, heads, D]."""
-        length = query.size(0)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B, L, heads, D], [B, L, groups, D] twice -> [B, L, heads, D]; each of the B rows attends to itself."""
+        length = query.size(1)
         mask = None
         if self.window is not None and length > self.window:
             at = torch.arange(length, device=query.device)
             distance = at[:, None] - at[None, :]
             mask = (distance >= 0) & (distance < self.window)
         out = scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0),
-            key.transpose(0, 1).unsqueeze(0),
-            value.transpose(0, 1).unsqueeze(0),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=query.size(1) != key.size(1),
+            enable_gqa=query.size(2) != key.size(2),
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.transpose(1, 2)
+
+
+# Batching pays where a call costs more than its arithmetic, so long sequences stay alone and padding stays small.
+LONG = 1024
+BATCH_TOKENS = 8192
+PADDING = 1 / 8
+
+
+@functools.lru_cache(maxsize=64)
+def similar_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Sequences (by index) that are attended in one call: nearly equal lengths, so that padding to the longest is
+    at most `PADDING` of a row. Every index is in exactly one batch.
+
+    Padding goes to the right, where a causal mask hides it from every real token, so results do not change.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[batches[-1][0]] if batches else 0
+        fits = (
+            longest < LONG
+            and (longest - lengths[i]) <= longest * PADDING
+            and batches != []
+            and (len(batches[-1]) + 1) * longest <= BATCH_TOKENS
+        )
+        if fits:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddingPlan:
+    """shapes: [sequences, longest] of each batch; sizes: their products. source: int64 [sum of sizes], the packed row
+    that each padded row is read from (a real one for padding too). place: int64 [T], where each packed row's result is.
+    """
+
+    shapes: list[tuple[int, int]]
+    sizes: list[int]
+    source: Tensor
+    place: Tensor
+
+
+@functools.lru_cache(maxsize=8)
+def padding_plan(lengths: tuple[int, ...], device: torch.device) -> PaddingPlan:
+    """How `lengths` packed sequences are laid out in the batches of `similar_lengths`; the same for all layers."""
+    batches = similar_lengths(lengths)
+    starts = [0, *itertools.accumulate(lengths)]
+    shapes = [(len(batch), lengths[batch[0]]) for batch in batches]
+    source, place, offset = [], [torch.empty(0)] * len(lengths), 0
+    for batch, (_, longest) in zip(batches, shapes, strict=True):
+        for i in batch:
+            source.append(starts[i] + torch.arange(longest).clamp(max=lengths[i] - 1))
+            place[i] = torch.arange(offset, offset + lengths[i])
+            offset += longest
+    return PaddingPlan(shapes, [b * n for b, n in shapes], torch.cat(source).to(device), torch.cat(place).to(device))
 
 
 def _lengths(packed: PackedSeqParams) -> list[int]:
