@@ -1,8 +1,8 @@
 """A whole GRPO step on the CPU: slime against TRL's GRPOTrainer.
 
-    python benchmarks/vs_trl.py --hf-checkpoint models/smollm2-135m-instruct
+    python benchmarks/vs_trl.py --hf-checkpoint models/smollm2-135m-instruct [--dtype float32]
 
-Same model, prompts, 16 samples (4 prompts x 4) of 64 new tokens, bf16, threads, learning rate and reward, one after
+Same model, prompts, 16 samples (4 prompts x 4) of 64 new tokens, dtype, threads, learning rate and reward, one after
 the other on the same cores. The first step of each is warm-up and does not count; the median of the others does.
 slime's step counts everything between two steps: generation through router and engine, rewards, training, and the
 weight sync with its digests. Needs benchmarks/requirements.txt. Last line: JSON.
@@ -28,14 +28,14 @@ def prompts(count: int) -> list[list[dict[str, str]]]:
     ]
 
 
-def run_slime(model: str, steps: int, threads: int, folder: Path) -> list[float]:
+def run_slime(model: str, steps: int, threads: int, folder: Path, dtype: str) -> list[float]:
     """Seconds of each step."""
     data = folder / "prompts.jsonl"
     rows = [json.dumps({"prompt": p, "label": ""}) for p in prompts(PROMPTS * steps)]
     data.write_text("\n".join(rows) + "\n")
     command = [
         sys.executable, str(ROOT / "train.py"), "--device", "cpu", "--hf-checkpoint", model, "--prompt-data", str(data),
-        "--apply-chat-template", "--params-dtype", "bfloat16", "--num-rollout", str(steps),
+        "--apply-chat-template", "--params-dtype", dtype, "--num-rollout", str(steps),
         "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(GROUP),
         "--rollout-max-response-len", str(NEW_TOKENS), "--rollout-max-context-len", "512",
         "--custom-rm-path", "benchmarks.vs_trl.slime_reward",
@@ -63,7 +63,7 @@ def reward_of(text: str) -> float:
     return (len(set(text)) % 7) / 7
 
 
-def run_trl(model: str, steps: int, threads: int, folder: Path) -> list[float]:
+def run_trl(model: str, steps: int, threads: int, folder: Path, dtype: str) -> list[float]:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -86,8 +86,8 @@ def run_trl(model: str, steps: int, threads: int, folder: Path) -> list[float]:
     config = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=PROMPTS * GROUP, gradient_accumulation_steps=1,
         num_generations=GROUP, max_completion_length=NEW_TOKENS, learning_rate=1e-6, max_steps=steps,
-        bf16=True, use_cpu=True,
-        model_init_kwargs={"dtype": "bfloat16"}, beta=0.0, epsilon=0.2, epsilon_high=0.28, report_to=[],
+        bf16=dtype == "bfloat16", use_cpu=True,
+        model_init_kwargs={"dtype": dtype}, beta=0.0, epsilon=0.2, epsilon_high=0.28, report_to=[],
         logging_steps=1000,
         save_strategy="no", generation_kwargs={"min_new_tokens": NEW_TOKENS}, shuffle_dataset=False,
     )  # fmt: skip
@@ -102,25 +102,26 @@ def main() -> None:
     parser.add_argument("--hf-checkpoint", required=True)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--folder", type=Path, default=Path("runs/vs_trl"))
     parser.add_argument("--only", choices=["slime", "trl"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     model = str(Path(options.hf_checkpoint).resolve())
     if options.only == "trl":  # in a process of its own, so that its memory is gone when slime runs
-        print(json.dumps(run_trl(model, options.steps, options.threads, options.folder)))
+        print(json.dumps(run_trl(model, options.steps, options.threads, options.folder, options.dtype)))
         return
     command = [sys.executable, __file__, "--hf-checkpoint", model, "--steps", str(options.steps), "--only", "trl",
-               "--threads", str(options.threads), "--folder", str(options.folder)]  # fmt: skip
+               "--threads", str(options.threads), "--folder", str(options.folder), "--dtype", options.dtype]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
     trl = json.loads(out.strip().splitlines()[-1])
-    slime = run_slime(model, options.steps, options.threads, options.folder.resolve())
+    slime = run_slime(model, options.steps, options.threads, options.folder.resolve(), options.dtype)
     samples = PROMPTS * GROUP
     rate = {"trl": samples / statistics.median(trl[1:]), "slime": samples / statistics.median(slime[1:])}
     print(f"seconds per step: trl {[round(t, 1) for t in trl]}, slime {[round(t, 1) for t in slime]}")
     print(json.dumps({
-        "benchmark": "vs_trl", "samples_per_step": samples, "new_tokens": NEW_TOKENS,
+        "benchmark": "vs_trl", "dtype": options.dtype, "samples_per_step": samples, "new_tokens": NEW_TOKENS,
         "slime_samples_per_s": round(rate["slime"], 3), "trl_samples_per_s": round(rate["trl"], 3),
         "ratio": round(rate["slime"] / rate["trl"], 3),
     }))  # fmt: skip
