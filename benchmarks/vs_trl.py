@@ -112,7 +112,8 @@ def main() -> None:
         print(json.dumps(run_trl(model, options.steps, options.threads, options.folder, options.dtype)))
         return
     command = [sys.executable, __file__, "--hf-checkpoint", model, "--steps", str(options.steps), "--only", "trl",
-               "--threads", str(options.threads), "--folder", str(options.folder), "--dtype", options.dtype]  # fmt: skip
+               "--threads", str(options.threads), "--folder", str(options.folder), "--dtype",
+               options.dtype]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
     trl = json.loads(out.strip().splitlines()[-1])

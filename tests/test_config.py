@@ -126,11 +126,22 @@ def test_derived_layout(base):
         (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--hf-checkpoint", "nowhere"], "--hf-checkpoint nowhere: no such folder"),
         (["--eval-interval", "2"], "needs --eval-prompt-data"),
+        (["--use-tis", "--use-rollout-logprobs"], "choose one"),
+        (["--sglang-tp-size", "2"], "use --rollout-num-gpus-per-engine"),
+        (["--router-port", "3000"], "use --sglang-router-port"),
+        (["--num-layers", "36"], "the model has 4 "),
+        (["--rotary-base", "10000"], "the model has 12345.0 "),
     ],
 )
 def test_impossible_combinations_are_refused(base, more, message):
     with pytest.raises(ConfigError, match=message):
         load_args([*base, *more])
+
+
+def test_megatrons_size_flags_are_taken_where_they_agree(base):
+    sizes = ["--num-layers", "4", "--rotary-base", "12345", "--swiglu", "--normalization", "RMSNorm"]
+    more = ["--num-attention-heads", "6", "--attention-dropout", "0.0", "--optimizer", "adam", "--qk-layernorm"]
+    assert load_args([*base, *sizes, *more]).num_layers == 4
 
 
 def test_hf_config_of_old_and_new_files():

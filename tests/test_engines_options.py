@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-from slime.backends.sglang_utils.options import (
+from slime.backends.sglang_utils.router import router_command
+from slime.backends.sglang_utils.server import EngineSpec, SGLangServer, server_command, server_env
+from slime.config import Args, ConfigError
+from slime.config.engine_options import (
     RESERVED_SERVER,
     Option,
     command_line,
@@ -16,9 +19,6 @@ from slime.backends.sglang_utils.options import (
     router_options,
     server_options,
 )
-from slime.backends.sglang_utils.router import router_command
-from slime.backends.sglang_utils.server import EngineSpec, SGLangServer, server_command, server_env
-from slime.config import Args, ConfigError
 
 KNOWN = {
     "tp_size": Option("--tp-size", "value", "tp_size"),
@@ -60,7 +60,7 @@ def test_unknown_and_reserved_names_are_refused():
 
 def test_options_of_the_installed_packages_are_read_without_importing_them():
     code = (
-        "import sys; from slime.backends.sglang_utils.options import *; "
+        "import sys; from slime.config.engine_options import *; "
         "assert len(known_server_options()) > 100 and len(known_router_options()) > 30; "
         "print([m for m in ('sglang', 'sglang_router', 'torch', 'transformers') if m in sys.modules])"
     )

@@ -7,6 +7,7 @@ Sizes are in samples unless a name says tokens; `*_path` flags take `package.mod
 import json
 from typing import Any
 
+from slime.config.architecture import ArchitectureArgs
 from slime.config.fields import arg, group
 
 
@@ -369,6 +370,6 @@ class DebugArgs:
 
 
 GROUPS: tuple[Any, ...] = (
-    FileArgs, ClusterArgs, ModelArgs, OptimizerArgs, DataArgs, RolloutArgs, RewardArgs, BatchArgs, AlgorithmArgs,
+    FileArgs, ClusterArgs, ModelArgs, ArchitectureArgs, OptimizerArgs, DataArgs, RolloutArgs, RewardArgs, BatchArgs, AlgorithmArgs,
     SyncArgs, CheckpointArgs, EvalArgs, ObservabilityArgs, DebugArgs,
 )  # fmt: skip

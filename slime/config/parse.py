@@ -1,10 +1,8 @@
 """Command line and YAML to `Args`. An unknown name is an error that tells the nearest known one."""
 
 import argparse
-import ast
 import dataclasses
 import difflib
-import importlib.util
 import json
 import types
 import typing
@@ -15,15 +13,13 @@ from typing import Any
 import yaml
 
 from slime.config.args import Args
+from slime.config.engine_options import known_router_options, known_server_options
 from slime.config.errors import ConfigError
 from slime.config.fields import default_of
 from slime.config.groups import GROUPS
 
-# Files of the installed packages that declare their options, relative to the package.
-_PASS_THROUGH = {
-    "sglang": ("sglang", ["srt/server_args.py", "srt/arg_groups/fields/*.py"]),
-    "router": ("sglang_router", ["router_args.py", "launch_router.py"]),
-}
+# Who takes `--<owner>-<option>`, and which options the installed one has.
+_PASS_THROUGH = {"sglang": known_server_options, "router": known_router_options}
 
 
 def flag_of(name: str) -> str:
@@ -156,7 +152,7 @@ def _take_pass_through(rest: list[str], parser: argparse.ArgumentParser) -> dict
                 raise ConfigError(f"{flag!r} belongs to no flag (values with spaces need quotes)")
             raise ConfigError(f"unknown flag {flag}{_nearest(flag, _known_flags(parser))}")
         option = flag[len(owner) + 3 :].replace("-", "_")
-        known = known_options(*_PASS_THROUGH[owner])
+        known = _PASS_THROUGH[owner]()
         if known is not None and option not in known:
             candidates = [f"--{owner}-{k.replace('_', '-')}" for k in sorted(known)] + _known_flags(parser)
             raise ConfigError(
@@ -171,20 +167,3 @@ def _take_pass_through(rest: list[str], parser: argparse.ArgumentParser) -> dict
             i += 1
         out[owner][option] = True if not values else values[0] if len(values) == 1 else values
     return out
-
-
-def known_options(package: str, patterns: Sequence[str]) -> set[str] | None:
-    """Option names that an installed package declares, read without importing it; None where it is not installed."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    root = Path(next(iter(spec.submodule_search_locations)))
-    names: set[str] = set()
-    for path in (p for pattern in patterns for p in root.glob(pattern)):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
-            # Options that exist on the command line only ("--tp" for tp_size).
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
-                names.add(node.value[2:].replace("-", "_"))
-    return names or None

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.config.architecture import disagreements
 from slime.config.args import Args
+from slime.config.engine_options import RESERVED_ROUTER, RESERVED_SERVER, overlay, router_options, server_options
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
 
@@ -66,6 +68,7 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
 
 
 def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
+    yield from disagreements(args, hf)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     for size, name in (
         (hf.num_attention_heads, "num_attention_heads"),
@@ -117,6 +120,11 @@ def _batch(args: Args) -> Iterator[str]:
 
 
 def _algorithm(args: Args) -> Iterator[str]:
+    if args.use_tis and args.use_rollout_logprobs:
+        yield (
+            "--use-tis corrects the old policy's log-probs for the engine's, --use-rollout-logprobs takes the engine's "
+            "as the old policy's: choose one"
+        )
     if args.loss_type == "custom_loss" and not args.custom_loss_path:
         yield "--loss-type custom_loss needs --custom-loss-path package.module.function"
     if not 0 <= args.eps_clip < 1:
@@ -171,6 +179,15 @@ def _rollout(args: Args) -> Iterator[str]:
         yield "--partial-rollout has no effect without --over-sampling-batch-size above --rollout-batch-size"
     if args.rollout_temperature <= 0 and args.loss_type == "policy_loss":
         yield f"--rollout-temperature {args.rollout_temperature}: policy gradients need samples, so it must be above 0"
+    for given, known, reserved, prefix in (
+        (args.sglang, server_options, RESERVED_SERVER, "--sglang-"),
+        (args.router, router_options, RESERVED_ROUTER, "--router-"),
+    ):
+        for name, value in given.items():
+            try:
+                overlay({}, {name: value}, known(), reserved, prefix)
+            except ConfigError as error:
+                yield str(error)
     if args.eval_prompt_data is not None and len(args.eval_prompt_data) % 2:
         yield "--eval-prompt-data takes pairs: name file [name file ...]"
     if args.eval_interval and not args.eval_prompt_data:

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 import httpx
 
-from slime.backends.sglang_utils.options import RESERVED_ROUTER, command_line, overlay, router_options
 from slime.backends.sglang_utils.process import ManagedProcess, StartError, free_port, port_is_free
 from slime.config.args import Args
+from slime.config.engine_options import RESERVED_ROUTER, command_line, overlay, router_options
 
 PORT_TRIES = 4
 # `python -m sglang_router.launch_router`, but without looking for SGLang first: the router imports all of it (10 CPU

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.client import EngineClient
-from slime.backends.sglang_utils.options import RESERVED_SERVER, command_line, overlay, server_options
 from slime.backends.sglang_utils.process import ManagedProcess, StartError, free_port, port_is_free
 from slime.config.args import Args
 from slime.config.derive import resolve_device
+from slime.config.engine_options import RESERVED_SERVER, command_line, overlay, server_options
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig, load_hf_config
 
