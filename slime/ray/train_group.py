@@ -9,6 +9,7 @@ import ray
 
 from slime.config import Args, Layout
 from slime.ray.placement import Bundle
+from slime.utils.threads import omp_env
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +132,7 @@ def _env(args: Args, layout: Layout) -> dict[str, str]:
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if args.device == "cpu":
         cores = len(os.sched_getaffinity(0))
-        env["OMP_NUM_THREADS"] = str(max(1, cores // layout.world_size))
-        # Threads that spin at the end of each small operation take the cores from whoever they wait for: on a busy
-        # machine a step of many small operations took thirty times as long.
-        env["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+        env |= omp_env(max(1, cores // layout.world_size))
         env["CUDA_VISIBLE_DEVICES"] = ""
         env["THP_MEM_ALLOC_ENABLE"] = (
             "1"  # torch asks for huge pages: first touches of 4 kB pages cost more than the work

@@ -13,6 +13,7 @@ from slime.config.derive import resolve_device
 from slime.config.engine_options import RESERVED_SERVER, command_line, overlay, server_options
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig, load_hf_config
+from slime.utils.threads import omp_env
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 # A CPU engine keeps its KV cache in RAM; more than this rarely helps on a few cores.
@@ -125,10 +126,8 @@ def server_env(args: Args, spec: EngineSpec, base: dict[str, str] | None = None)
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": str(spec.threads),
-            # Threads that spin between the small operations of decoding would take the cores from each other.
-            "OMP_WAIT_POLICY": env.get("OMP_WAIT_POLICY", "PASSIVE"),
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+            **omp_env(spec.threads),
         }
         if args.rollout_num_gpus_per_engine > 1:
             # SGLang takes more ranks than NUMA nodes only when each rank's cores are named.
