@@ -56,4 +56,4 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-python -m slime.observability.summary "$RUN"
+python -m slime summary "$RUN"

@@ -63,7 +63,7 @@ def test_buffer_is_served_first_and_accounted(make):
     source.settle([groups[0]], "trained")
     source.settle([groups[2]], "filtered")
     source.settle([groups[0]], "trained")  # told twice, counted once
-    expected = {"drawn": 4, "returned": 2, "trained": 1, "filtered": 1, "lost": 0, "in_flight": 0, "buffered": 2}
+    expected = dict(drawn=4, added=0, returned=2, trained=1, filtered=1, lost=0, in_flight=0, buffered=2)
     assert source.accounting() == expected
     again = source.get_samples(3)
     assert prompts(again) == ["p1", "p3", "p4"] and again[0] == groups[1]
@@ -121,7 +121,7 @@ def test_state_with_groups_in_flight(make):
     groups = source.get_samples(3)
     groups[0][0].append_response_tokens(tokens=[5], log_probs=[-1.0])
     source.settle([groups[1]], "trained")
-    again.load_state_dict(source.state_dict(include_in_flight=True))
+    again.load_state_dict(source.state_dict())
     resumed = again.get_samples(3)
     assert prompts(resumed) == ["p0", "p2", "p3"]
     assert resumed[0][0].response_length == 0 and resumed[0][0].index == 0

@@ -213,7 +213,7 @@ def test_default_rollout(make_args, server):
     assert [len(g) for g in output.samples] == [2] * 4
     assert all(is_aligned(s) and s.reward is not None for g in output.samples for s in g)
     assert source.accounting() == {
-        "drawn": 4, "returned": 0, "trained": 4, "filtered": 0, "lost": 0, "in_flight": 0, "buffered": 0
+        "drawn": 4, "added": 0, "returned": 0, "trained": 4, "filtered": 0, "lost": 0, "in_flight": 0, "buffered": 0
     }  # fmt: skip
     assert server.aborts == 0 and len(server.requests) == 8
     metrics = output.metrics
@@ -226,6 +226,9 @@ def test_default_rollout(make_args, server):
     args = make_args()
     generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert sorted(seeds) == sorted(r["sampling_params"]["sampling_seed"] for r in server.requests)
+    server.requests.clear()
+    generate_rollout(args, 1, RolloutDataSourceWithBuffer(args))  # the same samples in another step: other seeds
+    assert not set(seeds) & {r["sampling_params"]["sampling_seed"] for r in server.requests}
 
 
 def test_requests_in_flight_are_bounded(make_args, server):

@@ -330,6 +330,7 @@ class CheckpointArgs:
     keep_last: int | None = arg(None, "checkpoints kept; unset: all")
     save_hf: str | None = arg(None, "also write a Hugging Face folder here at the end")
     finetune: bool = arg(False, "--load takes weights only: no optimizer, no data cursor, step 0")
+    allow_config_change: bool = arg(False, "go on from --load although flags that the run depends on have changed")
 
 
 @group("evaluation")

@@ -1,6 +1,6 @@
 """The reward curve of a run as a picture.
 
-python -m slime.observability.plots runs/tiny_cpu
+python -m slime plot runs/tiny_cpu
 """
 
 import argparse
@@ -104,7 +104,9 @@ def _draw_gap(ax: Any, steps: Sequence[dict[str, float]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m slime plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="run folder")
     try:
         path = plot_run(parser.parse_args(argv).run)
@@ -113,7 +115,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(path or "nothing to draw yet")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

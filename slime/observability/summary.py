@@ -1,6 +1,6 @@
 """One JSON line that says how a run went.
 
-python -m slime.observability.summary runs/tiny_cpu
+python -m slime summary runs/tiny_cpu
 """
 
 import argparse
@@ -44,7 +44,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m slime summary", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--wall-s", type=float, help="seconds to report; default: those of the run")
     options = parser.parse_args(argv)
@@ -67,7 +69,3 @@ def _recorded_wall(run: Path, steps: int) -> float | None:
     except (OSError, ValueError):
         return None
     return recorded["wall_s"] if recorded["steps"] == steps else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

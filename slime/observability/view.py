@@ -1,7 +1,7 @@
 """Shows the samples of a step in the terminal, best and worst first.
 
-python -m slime.observability.view runs/tiny_cpu              # the last step
-python -m slime.observability.view runs/tiny_cpu --step 3 --worst -n 20
+python -m slime view runs/tiny_cpu              # the last step
+python -m slime view runs/tiny_cpu --step 3 --worst -n 20
 """
 
 import argparse
@@ -62,7 +62,9 @@ def render(row: dict[str, Any]) -> Panel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m slime view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, help="number in the file names under samples/; default: the last")
     parser.add_argument("-n", type=int, default=10, help="samples shown (default: 10)")
@@ -88,7 +90,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         console.print(head, *panels, sep="\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,11 @@
 """`RolloutManager`: the Ray actor that owns prompts, engines and router, and turns samples into the trainer's data."""
 
 import dataclasses
+import random
 import time
 from typing import Any
 
+import numpy as np
 import ray
 
 from slime.config import Args, Layout
@@ -27,6 +29,7 @@ class _RolloutManager:
         assert source is not None
         self._source = source(args)
         self._fleet: Any = None
+        self._states: dict[int, dict[str, Any]] = {}  # after each rollout since the last checkpoint
 
     def num_rollout(self) -> int:
         """Rollouts of the whole run: --num-rollout, or what --num-epoch makes of the prompts."""
@@ -72,6 +75,9 @@ class _RolloutManager:
         from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 
         started = time.monotonic()
+        ledger = getattr(self._source, "ledger", None)  # a user's data source need not keep one
+        if ledger is not None:
+            ledger.begin(rollout_id)
         groups, metrics = self._load_debug(rollout_id), {}
         if groups is None:
             function = load_hook(self._args, "rollout_function_path")
@@ -81,6 +87,10 @@ class _RolloutManager:
             groups, metrics = output.samples, dict(output.metrics or {})
             if hasattr(self._source, "settle"):
                 self._source.settle(groups, "trained")  # a plug-in's rollout function need not account for prompts
+        if ledger is not None:
+            ledger.check()
+        if self._args.save:
+            self._states[rollout_id] = self._state(rollout_id)
         samples = flatten(groups)
         metrics.update(self._log_samples(rollout_id, samples, metrics, time.monotonic() - started))
         self._save_debug(rollout_id, samples)
@@ -106,20 +116,27 @@ class _RolloutManager:
         return eval_metrics(self._args, output)
 
     def save_state(self, rollout_id: int) -> dict[str, Any]:
-        """The data cursor and the buffer, for the checkpoint. A user's data source without state_dict saves itself."""
-        if hasattr(self._source, "state_dict"):
-            return {"data": self._source.state_dict()}
-        self._source.save(rollout_id)
-        return {}
+        """Where the data stood after this rollout, whatever has been generated since; for the checkpoint."""
+        state = self._states.pop(rollout_id, None) or self._state(rollout_id)
+        self._states = {k: v for k, v in self._states.items() if k > rollout_id}
+        if hasattr(self._source, "ledger"):
+            self._source.ledger.sync()
+        if not hasattr(self._source, "state_dict"):
+            self._source.save(rollout_id)  # a user's data source, which saves itself
+        return state
 
     def load_state(self, start_rollout_id: int, state: dict[str, Any] | None) -> None:
         """Continues where the checkpoint of the rollout before `start_rollout_id` stood; state None: a fresh start."""
-        if state is None:
-            return
-        if "data" in state:
-            self._source.load_state_dict(state["data"])
-        else:
-            self._source.load(start_rollout_id - 1)
+        if state is not None:
+            if "data" in state:
+                self._source.load_state_dict(state["data"])
+            else:
+                self._source.load(start_rollout_id - 1)
+            random.setstate(state["random"])
+            np.random.set_state(state["numpy"])
+        if hasattr(self._source, "ledger"):
+            resumed = state["data"]["ledger"] if state is not None else None
+            self._source.ledger.open(self._args.run_dir, resumed, start_rollout_id)
 
     def offload(self) -> None:
         if self._fleet is not None:
@@ -131,6 +148,11 @@ class _RolloutManager:
             self._fleet = None
 
     # -- parts of generate --------------------------------------------------------------------------------------
+
+    def _state(self, rollout_id: int) -> dict[str, Any]:
+        """The data cursor, the buffer and the random states that hooks may draw from."""
+        state = {"random": random.getstate(), "numpy": np.random.get_state()}
+        return {**state, "data": self._source.state_dict()} if hasattr(self._source, "state_dict") else state
 
     def _to_rank_data(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
         from slime.config.hooks import load_hook

@@ -1,7 +1,8 @@
 """Where prompts come from: groups of samples in a reproducible order, with a cursor that can be saved.
 
 Every prompt drawn is accounted for: groups handed out are in flight until they come back (`add_samples`) or are
-settled (`settle`: "trained", "filtered", "lost"). `accounting()` says how many are in each state.
+settled (`settle`: "trained", "filtered", "lost"). `ledger` (slime.data.ledger) keeps the books, `accounting()` says
+how many groups are in each state. Saved states hold what is in flight too: a resumed run hands it out again.
 """
 
 import copy
@@ -10,18 +11,17 @@ import functools
 import os
 import pickle
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.config.hooks import load_hook
 from slime.data.dataset import PromptDataset
+from slime.data.ledger import OUTCOMES, Ledger
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 Group = list[Sample]
-OUTCOMES = ("trained", "filtered", "lost")
 # What a sample is before it has a response.
 PROMPT_FIELDS = (
     "group_index",
@@ -51,8 +51,8 @@ class DataSource:
         """Takes groups back that were handed out and not used up."""
         raise NotImplementedError
 
-    def settle(self, groups: Sequence[Group], outcome: str) -> None:
-        """Hears what became of groups that do not come back; see OUTCOMES."""
+    def settle(self, groups: Sequence[Group], outcome: str, rule: str | None = None) -> None:
+        """Hears what became of groups that do not come back; see OUTCOMES. rule: why, for those not trained."""
 
     def save(self, rollout_id: int) -> None:
         """Saves the state after `rollout_id` under --save."""
@@ -91,16 +91,18 @@ class RolloutDataSource(DataSource):
         self.dataset = PromptDataset.load(args.prompt_data, args, tokenizer)
         self._check_prompts_are_usable()
         self.cursor = Cursor()
+        self.ledger = Ledger()
         # As handed out, by group index: plain copies, which the rollout's changes do not reach.
-        self._in_flight: dict[int | None, list[dict[str, Any]]] = {}
-        self._counts: Counter[str] = Counter()
+        self._in_flight: dict[int, list[dict[str, Any]]] = {}
+        self._again: list[Group] = []  # were in flight when the state was saved that this source was loaded from
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """`num_samples` fresh groups, never fewer: the next epoch begins where one ends."""
-        return [self._draw() for _ in range(num_samples)]
+        """`num_samples` groups, never fewer: the next epoch begins where one ends."""
+        groups = self._waiting(num_samples)
+        return groups + [self._draw() for _ in range(num_samples - len(groups))]
 
     def add_samples(self, samples: list[Group]) -> None:
         if samples:
@@ -109,18 +111,17 @@ class RolloutDataSource(DataSource):
                 "use slime.rollout.data_source.RolloutDataSourceWithBuffer (--data-source-path)"
             )
 
-    def settle(self, groups: Sequence[Group], outcome: str) -> None:
+    def settle(self, groups: Sequence[Group], outcome: str, rule: str | None = None) -> None:
         if outcome not in OUTCOMES:
             raise ValueError(f"outcome {outcome!r} is none of {', '.join(OUTCOMES)}")
-        self._counts[outcome] += self._land(groups)
+        self._land(outcome, groups, {"rule": rule} if rule else {})
 
     def accounting(self) -> dict[str, int]:
-        """Prompt groups by state: drawn = trained + filtered + lost + in_flight (+ buffered, if there is a buffer)."""
-        return {**{k: self._counts[k] for k in ("drawn", "returned", *OUTCOMES)}, "in_flight": len(self._in_flight)}
+        """Prompt groups by state: drawn + added = trained + filtered + lost + in_flight + buffered."""
+        return self.ledger.book.accounting()
 
-    def state_dict(self, include_in_flight: bool = False) -> dict[str, Any]:
-        """Plain values. include_in_flight: groups still out are stored as they were when handed out, so that a
-        resumed run generates them again; for drivers that save while the next rollout is under way."""
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values. Groups still out are stored as they were handed out: a resumed run gets them again."""
         return {
             "cursor": dataclasses.asdict(self.cursor),
             "fingerprint": self.dataset.fingerprint,
@@ -128,22 +129,29 @@ class RolloutDataSource(DataSource):
             "rollout_seed": self.args.rollout_seed,
             "rollout_shuffle": self.args.rollout_shuffle,
             "n_samples_per_prompt": self.args.n_samples_per_prompt,
-            "counts": dict(self._counts),
-            "buffer": list(self._in_flight.values()) if include_in_flight else [],
+            "ledger": self.ledger.state_dict(),
+            "again": [*self._in_flight.values(), *([s.to_dict() for s in group] for group in self._again)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`. Raises ValueError when the prompts are no longer those of the state."""
-        here = self.state_dict()
-        for key in ("fingerprint", "num_prompts", "rollout_seed", "rollout_shuffle"):
-            if state[key] != here[key]:
+        for key, here in (
+            ("fingerprint", self.dataset.fingerprint),
+            ("num_prompts", len(self.dataset)),
+            ("rollout_seed", self.args.rollout_seed),
+            ("rollout_shuffle", self.args.rollout_shuffle),
+        ):
+            if state[key] != here and not self.args.allow_config_change:
                 raise ValueError(
                     f"cannot resume the data of {self.dataset.name}: {key} was {state[key]!r} when saved and is "
-                    f"{here[key]!r} now; go on with the same prompts, or start anew with --finetune"
+                    f"{here!r} now; go on with the same prompts, start anew with --finetune, or give "
+                    "--allow-config-change to go on at the same place of the new ones"
                 )
         self.cursor = Cursor(**state["cursor"])
-        self._counts = Counter(state["counts"])
+        self.cursor.position = min(self.cursor.position, len(self.dataset))
         self._in_flight = {}
+        self._again = [[Sample.from_dict(s) for s in group] for group in state["again"]]
+        self.ledger.book.load_state_dict(state["ledger"], waiting=map(_number, self._again))
 
     def save(self, rollout_id: int) -> None:
         if self.args.save is None:
@@ -180,25 +188,39 @@ class RolloutDataSource(DataSource):
             sample.group_index, sample.index = cursor.next_group_index, cursor.next_sample_index + i
             sample.rollout_id = sample.index
             group.append(sample)
+        place = {"epoch": cursor.epoch, "row": row, "first_sample": cursor.next_sample_index, "samples": len(group)}
+        self.ledger.drawn(cursor.next_group_index, **place)
+        self._in_flight[cursor.next_group_index] = [s.to_dict() for s in group]
         cursor.position += 1
         cursor.next_group_index += 1
-        cursor.next_sample_index += self.args.n_samples_per_prompt
-        self._counts["drawn"] += 1
-        return self._take_off(group)
-
-    def _take_off(self, group: Group) -> Group:
-        self._in_flight[group[0].group_index] = [s.to_dict() for s in group]
+        cursor.next_sample_index += len(group)
         return group
+
+    def _waiting(self, limit: int) -> list[Group]:
+        again, self._again = self._again[:limit], self._again[limit:]
+        return self._take_off(again)
+
+    def _take_off(self, groups: list[Group]) -> list[Group]:
+        """Groups that waited are in flight (again)."""
+        self.ledger.moved("taken", map(_number, groups))
+        self._in_flight.update({_number(group): [s.to_dict() for s in group] for group in groups})
+        return groups
 
     def _order(self, epoch: int) -> Sequence[int]:
         size = len(self.dataset)
         return _shuffled(size, self.args.rollout_seed, epoch) if self.args.rollout_shuffle else range(size)
 
-    def _land(self, groups: Iterable[Group]) -> int:
-        """Takes groups out of flight; how many were in it (a group split in two lands once)."""
-        indices = {group[0].group_index for group in groups if group}
-        landed = [self._in_flight.pop(i) for i in indices if i in self._in_flight]
-        return len(landed)
+    def _land(self, event: str, groups: Iterable[Group], details: dict[str, Any]) -> None:
+        """Takes groups out of flight (a group split in two lands once)."""
+        parts: dict[int, list[Sample]] = {}
+        for group in groups:
+            for sample in _flat(group):
+                if sample.group_index is not None:
+                    parts.setdefault(sample.group_index, []).append(sample)
+        versions = ({"versions": _versions(samples)} for samples in parts.values())
+        self.ledger.moved(event, parts, [{**details, **v} for v in versions])
+        for index in parts:
+            self._in_flight.pop(index, None)
 
     def _check_prompts_are_usable(self) -> None:
         args = self.args
@@ -220,30 +242,48 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self._choose: Callable[..., list[Group]] = load_hook(args, "buffer_filter_path") or pop_first
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        groups = self._choose(self.args, None, self.buffer, num_samples) if self.buffer and num_samples else []
-        if len(groups) > num_samples:
-            raise ValueError(f"--buffer-filter-path returned {len(groups)} groups, only {num_samples} were asked for")
-        groups = [self._take_off(group) for group in groups]
-        return groups + super().get_samples(num_samples - len(groups))
+        groups = super()._waiting(num_samples)
+        wanted = num_samples - len(groups)
+        if self.buffer and wanted:
+            before = list(self.buffer)
+            chosen = self._choose(self.args, None, self.buffer, wanted)
+            if len(chosen) > wanted:
+                raise ValueError(f"--buffer-filter-path returned {len(chosen)} groups, only {wanted} were asked for")
+            self._settle_thrown_away(before, chosen)
+            groups += self._take_off(chosen)
+        return groups + [self._draw() for _ in range(num_samples - len(groups))]
 
     def add_samples(self, samples: list[Group]) -> None:
         for group in samples:
             if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
                 raise TypeError(f"add_samples expects non-empty lists of Sample, found {group!r:.100}")
-        self._counts["returned"] += self._land(samples)
+            self._number_group(group)
+        self._land("returned", samples, {})
         self.buffer += [list(group) for group in samples]
 
-    def accounting(self) -> dict[str, int]:
-        return {**super().accounting(), "buffered": len(self.buffer)}
-
-    def state_dict(self, include_in_flight: bool = False) -> dict[str, Any]:
-        state = super().state_dict(include_in_flight)
-        state["buffer"] += [[s.to_dict() for s in group] for group in self.buffer]
-        return state
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "buffer": [[s.to_dict() for s in group] for group in self.buffer]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.buffer = [[Sample.from_dict(s) for s in group] for group in state["buffer"]]
+        waiting = map(_number, self._again + self.buffer)
+        self.ledger.book.load_state_dict(state["ledger"], waiting)
+
+    def _number_group(self, group: Group) -> None:
+        """A hook's own group, which did not come from the prompts, gets the next number."""
+        if group[0].group_index is None:
+            for sample in group:
+                sample.group_index = self.cursor.next_group_index
+            self.cursor.next_group_index += 1
+
+    def _settle_thrown_away(self, before: list[Group], chosen: list[Group]) -> None:
+        """A --buffer-filter-path may throw groups away: they are filtered by it."""
+        kept = {_number(group) for group in [*self.buffer, *chosen]}
+        gone = [group for group in before if _number(group) not in kept]
+        if gone:
+            self._take_off(gone)
+            self.settle(gone, "filtered", self.args.buffer_filter_path)
 
 
 def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
@@ -269,6 +309,23 @@ def for_buffer(args: Any, group: Group) -> Group:
 def reset_sample(sample: Sample) -> Sample:
     """The prompt of a sample with its numbers and label, without response."""
     return Sample(**{name: getattr(sample, name) for name in PROMPT_FIELDS})
+
+
+def _number(group: Group) -> int:
+    index = _flat(group)[0].group_index
+    assert index is not None, "a group of the data source has a number"
+    return index
+
+
+def _flat(group: Any) -> list[Sample]:
+    """Samples of a group; one that was fanned out may be a list inside."""
+    return [group] if isinstance(group, Sample) else [s for part in group for s in _flat(part)]
+
+
+def _versions(samples: Iterable[Sample]) -> list[str]:
+    """Weight versions that generated tokens of these samples, in order."""
+    spans = (span for sample in samples for span in sample.weight_versions)
+    return list(dict.fromkeys(str(s["version"] if isinstance(s, dict) else s) for s in spans))
 
 
 @functools.lru_cache(maxsize=2)

@@ -73,8 +73,9 @@ class GenerateState(metaclass=SingletonMeta):
     def singleton_key(args: Any) -> tuple[Any, ...]:
         return args.hf_checkpoint, args.sglang_router_ip, args.sglang_router_port
 
-    def reset(self) -> None:
+    def reset(self, rollout_id: int = 0) -> None:
         """Ready for the next rollout."""
+        self.rollout_id = rollout_id
         self.aborted = False
         self.tally = Tally()
 
@@ -184,17 +185,20 @@ async def generate_and_rm_group(
     return samples
 
 
-def sampling_seed(args: Any, sample: Sample, evaluation: bool) -> int:
-    """A seed that depends on --rollout-seed and the sample's numbers only, never on time. Engines that do not sample
-    deterministically ignore it."""
-    text = f"{args.rollout_seed}-{'eval' if evaluation else 'train'}-{sample.group_index}-{sample.index}"
+def sampling_seed(args: Any, sample: Sample, rollout_id: int, evaluation: bool) -> int:
+    """A seed that depends on --rollout-seed, the sample's numbers and the step only, never on time. A prompt that came
+    back unused is sampled anew in its next step; evaluations draw the same numbers in every step, so that they compare.
+    Engines that do not sample deterministically ignore it."""
+    when = "eval" if evaluation else f"train-{rollout_id}"
+    text = f"{args.rollout_seed}-{when}-{sample.group_index}-{sample.index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) >> 1
 
 
 async def _generate_one(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
-    params = {"sampling_seed": sampling_seed(args, sample, evaluation), **sampling_params}
+    seed = sampling_seed(args, sample, GenerateState(args).rollout_id, evaluation)
+    params = {"sampling_seed": seed, **sampling_params}
     sample.status = Sample.Status.PENDING
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:

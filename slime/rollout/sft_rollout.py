@@ -49,7 +49,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     settle = getattr(data_source, "settle", None)
     if settle is not None:
         settle(kept, "trained")
-        settle(overlong, "filtered")
+        settle(overlong, "filtered", "overlong")
     metrics = {"rollout/overlong_rows": float(len(overlong)), "perf/generate_time": time.monotonic() - started}
     return RolloutFnTrainOutput(samples=kept, metrics=metrics)
 

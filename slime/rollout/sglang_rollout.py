@@ -63,7 +63,7 @@ def generate_rollout(
 async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     """--rollout-batch-size finished groups, ordered by group index, with the metrics of how they came about."""
     state = GenerateState(args)
-    state.reset()
+    state.reset(rollout_id)
     progress = progress_bar(args, args.rollout_batch_size, f"rollout {rollout_id}")
     rollout = _Rollout(args, state, data_source, load_hook(args, "dynamic_sampling_filter_path"))
     try:
@@ -89,7 +89,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
     Rewards, truncation and samples of each data set are in the order of its file.
     """
     state = GenerateState(args)
-    state.reset()
+    state.reset(rollout_id)
     pairs = args.eval_prompt_data or []
     if not pairs or len(pairs) % 2:
         raise ValueError(f"--eval-prompt-data takes pairs of name and file, found {pairs}")
@@ -114,7 +114,7 @@ class _Rollout:
         self.dropped: list[Group] = []
         self.unfinished: list[Group] = []  # aborted by a generate function, not by us
         self.returned: list[Group] = []
-        self.reasons: Counter[str] = Counter()
+        self.drop_reasons: list[str] = []  # of each dropped group
         self.drawn = 0
         self.generated = self.complete = self.started  # end of the last sample's generation, and of its scoring
 
@@ -152,7 +152,7 @@ class _Rollout:
                 self.kept.append(group)
             else:
                 self.dropped.append(group)
-                self.reasons[verdict.reason or "unnamed"] += 1
+                self.drop_reasons.append(verdict.reason or "unnamed")
 
     async def wind_down(self) -> None:
         """Aborts what is still in flight and returns all that is not trained to the data source."""
@@ -194,7 +194,9 @@ class _Rollout:
         settle = getattr(self.data_source, "settle", None)  # a user's data source need not have it
         if settle is not None:
             settle(self.kept, "trained")
-            settle(self.dropped, "filtered")
+            for reason in dict.fromkeys(self.drop_reasons):
+                groups = [g for g, why in zip(self.dropped, self.drop_reasons, strict=True) if why == reason]
+                settle(groups, "filtered", reason)
         return sorted(self.kept, key=_group_index)
 
     def metrics(self) -> dict[str, float]:
@@ -215,13 +217,13 @@ class _Rollout:
             "perf/score_time_total": tally.score_seconds,
             "perf/rollout_tokens_per_s": tally.generated_tokens / max(generate_time, 1e-9),
             **{f"prompts/{state}": n for state, n in accounting.items()},
-            **{f"rollout/dynamic_filter/drop_{reason}": n for reason, n in self.reasons.items()},
+            **{f"rollout/dynamic_filter/drop_{reason}": n for reason, n in Counter(self.drop_reasons).items()},
         }
 
     def _check_patience(self, size: int) -> None:
         wasted = len(self.dropped) + len(self.unfinished)
         if wasted >= self.args.dynamic_sampling_max_draws * size:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in self.reasons.most_common())
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in Counter(self.drop_reasons).most_common())
             raise RolloutError(
                 f"{self.drawn} prompt groups gave {len(self.kept)} of {self.args.rollout_batch_size} to train on: "
                 f"{len(self.dropped)} dropped by {self.args.dynamic_sampling_filter_path} ({reasons or 'none'}), "
