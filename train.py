@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.config import Args, ConfigError, Layout, load_args, load_hf_config, make_layout
@@ -30,8 +30,9 @@ def train(args: Args, layout: Layout) -> None:
         engines = manager.start.remote()  # engines load while the trainer does
         trainer = TrainGroup(args, layout, placement.trainer)
         start = trainer.init()
-        ray.get(manager.load_state.remote(start, trainer.load_extra_state()))
-        log = RunLog(args, layout, start)
+        state = trainer.load_extra_state()
+        ray.get(manager.load_state.remote(start, state))
+        log = RunLog(args, layout, start, before=state and state.get("metrics"))
         ray.get(engines)
         if layout.num_engines:
             with log.phase("sync"):
@@ -55,7 +56,7 @@ def train(args: Args, layout: Layout) -> None:
                     log.add(trainer.train(rollout_id, rollout.refs))
                 if due(args.save_interval if args.save else 0, rollout_id, last):
                     with log.phase("save"):
-                        trainer.save(rollout_id, ray.get(manager.save_state.remote(rollout_id)))
+                        save(args, trainer, manager, log, rollout_id)
                 if layout.num_engines:
                     with log.phase("sync"):
                         log.receipt(sync_weights(trainer, manager, rollout_id + 1))
@@ -64,8 +65,9 @@ def train(args: Args, layout: Layout) -> None:
                     log.add(ray.get(manager.evaluate.remote(rollout_id)))
             log.end()
 
-        if args.save_hf:
-            trainer.save_hf(args.save_hf)
+        guard(args, log, trainer.finish_save)
+        if args.save_hf and not (args.save and start < args.num_rollout):
+            guard(args, log, trainer.save_hf, hf_folder(args, args.num_rollout - 1))
         log.finish()
     finally:
         # A manager that is busy or dead must not hide why we are here; its engines end with it in any case.
@@ -79,6 +81,33 @@ def due(interval: int | None, rollout_id: int, last: bool) -> bool:
     if interval == 0:
         return False
     return last or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def save(args: Args, trainer: Any, manager: Any, log: Any, rollout_id: int) -> None:
+    """A checkpoint of this step, and the Hugging Face folder of --save-hf."""
+    import ray
+
+    guard(args, log, trainer.finish_save)  # of the one before, with --async-save
+    state = {**ray.get(manager.save_state.remote(rollout_id)), "metrics": log.so_far()}
+    guard(args, log, trainer.save, rollout_id, state)
+    if args.save_hf:
+        guard(args, log, trainer.save_hf, hf_folder(args, rollout_id))
+
+
+def hf_folder(args: Args, rollout_id: int) -> str:
+    return args.save_hf.replace("{rollout_id}", str(rollout_id))
+
+
+def guard(args: Args, log: Any, write: Callable[..., Any], *values: Any) -> None:
+    """Calls `write`; where it cannot (a full disk), stops or goes on as --on-save-error says."""
+    from slime.utils.checkpoint_folder import SaveError
+
+    try:
+        write(*values)
+    except SaveError as error:
+        if args.on_save_error == "stop":
+            raise
+        log.say(f"slime: warning: {getattr(error, 'cause', error)}; training goes on (--on-save-error continue)")
 
 
 def sync_weights(trainer: Any, manager: Any, version: int) -> Any:
@@ -110,8 +139,11 @@ def main(argv: Sequence[str]) -> int:
             print(format_plan(args, layout, load_hf_config(args.hf_checkpoint)))
             return 0
         from slime.config.hooks import check_hooks
+        from slime.utils.resume import check_start
 
         check_hooks(args)
+        for line in check_start(args):
+            print(f"slime: {line}", flush=True)
         if args.progress == "auto":  # decided here: the parts of a run have no terminal of their own
             args = args.replace(progress="on" if sys.stderr.isatty() else "off")
         return run(args, layout)

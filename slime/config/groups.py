@@ -324,11 +324,21 @@ class SyncArgs:
 
 @group("checkpoint")
 class CheckpointArgs:
-    load: str | None = arg(None, "checkpoint folder to resume from; a missing folder starts from --hf-checkpoint")
+    load: str | None = arg(
+        None, "checkpoint folder to resume from, or a Hugging Face folder; a missing or empty one: --hf-checkpoint"
+    )
     save: str | None = arg(None, "folder for checkpoints")
     save_interval: int | None = arg(None, "rollouts between checkpoints; unset: only at the end when --save is given")
+    async_save: bool = arg(False, "train on while a checkpoint is written; training stops for one copy in memory")
+    on_save_error: str = arg(
+        "stop",
+        "a checkpoint cannot be written (disk full): stop the run, or say so and train on",
+        choices=["stop", "continue"],
+    )
     keep_last: int | None = arg(None, "checkpoints kept; unset: all")
-    save_hf: str | None = arg(None, "also write a Hugging Face folder here at the end")
+    save_hf: str | None = arg(
+        None, "also write a Hugging Face folder here with each checkpoint and at the end; {rollout_id} is filled in"
+    )
     finetune: bool = arg(False, "--load takes weights only: no optimizer, no data cursor, step 0")
     allow_config_change: bool = arg(False, "go on from --load although flags that the run depends on have changed")
 

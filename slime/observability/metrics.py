@@ -15,12 +15,13 @@ class MetricsWriter:
 
     start_step: the step that the run continues with. Lines of later steps (which an interrupted run wrote after its
     last checkpoint) and a torn last line are dropped, so every step is there once. A run that starts anew keeps the
-    file of the run before as `metrics.previous.jsonl`.
+    file of the run before as `metrics.previous.jsonl`. last_step: the newest step in the file, None if it is empty.
     """
 
     def __init__(self, run_dir: str | Path, start_step: int = 0) -> None:
         self.path = Path(run_dir) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.last_step: int | None = None
         if self.path.exists():
             self._continue_from(start_step)
         self._file = open(self.path, "a")
@@ -31,13 +32,15 @@ class MetricsWriter:
         line = {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items() if k != "step"}}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        self.last_step = step
         return values
 
     def close(self) -> None:
         self._file.close()
 
     def _continue_from(self, start_step: int) -> None:
-        kept = [line for step, line in _lines(self.path) if step < start_step]
+        steps = [(step, line) for step, line in _lines(self.path) if step < start_step]
+        kept, self.last_step = [line for _, line in steps], max((step for step, _ in steps), default=None)
         if not kept:
             if self.path.stat().st_size:
                 os.replace(self.path, self.path.with_name("metrics.previous.jsonl"))

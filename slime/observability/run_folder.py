@@ -4,13 +4,13 @@ import itertools
 from pathlib import Path
 
 from slime.config import Args
-
-CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
+from slime.utils.checkpoint_folder import holds_weights_only, latest_checkpoint
 
 
 def resumes(args: Args) -> bool:
     """Whether --load holds a checkpoint that this run continues."""
-    return args.load is not None and not args.finetune and (Path(args.load) / CHECKPOINT_POINTER).is_file()
+    found = latest_checkpoint(args.load)
+    return found is not None and not args.finetune and not holds_weights_only(found[0])
 
 
 def prepare_run_folder(args: Args) -> Path | None:

@@ -12,6 +12,7 @@ from slime.observability.config import write_config
 from slime.observability.console import Console
 from slime.observability.metrics import MetricsWriter, read_metrics
 from slime.observability.plots import plot_run
+from slime.observability.samples import drop_samples
 from slime.observability.summary import FILE as SUMMARY_FILE
 from slime.observability.summary import summarize
 from slime.observability.timers import PhaseTimer
@@ -22,10 +23,13 @@ from slime.utils.sync_receipt import SyncReceipt
 class RunLog:
     """Collects the numbers of a step between `begin` and `end`.
 
-    start: the first rollout of this process; later lines of an earlier process are dropped from metrics.jsonl.
+    start: the first rollout of this process; what an earlier process left of this and later ones is dropped.
+    before: numbers of the step before as its checkpoint has them, for a process that died between checkpoint and line.
     """
 
-    def __init__(self, args: Args, layout: Any = None, start: int = 0) -> None:
+    def __init__(
+        self, args: Args, layout: Any = None, start: int = 0, before: Mapping[str, float] | None = None
+    ) -> None:
         self._folder = Path(args.run_dir)
         self._started = time.monotonic()
         self._timer = PhaseTimer()
@@ -36,6 +40,10 @@ class RunLog:
         write_config(self._folder, args, layout)
         self._writer = MetricsWriter(self._folder, start)
         self._trackers = [TensorBoardTracker(self._folder, start)] if args.use_tensorboard else []
+        if start:
+            drop_samples(self._folder, start)
+        if before is not None and self._writer.last_step != start - 1:
+            self._write(start - 1, before)
 
     def say(self, text: str) -> None:
         """A line for the user, outside of steps."""
@@ -78,6 +86,10 @@ class RunLog:
             self.say(f"first sync: {receipt}")
         else:
             self._metrics |= metrics
+
+    def so_far(self) -> dict[str, float]:
+        """The numbers of the step that is under way, for its checkpoint."""
+        return self._metrics | self._timer.metrics(self._metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation before `step` is trained; a line of its own in metrics.jsonl, as step - 1."""

@@ -57,6 +57,13 @@ def sample_steps(run_dir: str | Path) -> list[int]:
     return sorted(int(p.stem.removeprefix("step_")) for p in (Path(run_dir) / "samples").glob("step_*.jsonl"))
 
 
+def drop_samples(run_dir: str | Path, start_step: int) -> None:
+    """Removes what an interrupted run wrote of this step and later ones, which will be made again."""
+    for step in sample_steps(run_dir):
+        if step >= start_step:
+            samples_path(run_dir, step).unlink()
+
+
 def save_sample_dump(path: str | Path, samples: Sequence[Sample]) -> None:
     """Everything that the samples hold, for `--load-debug-rollout-data`."""
     path = Path(path)

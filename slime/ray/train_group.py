@@ -112,6 +112,10 @@ class TrainGroup:
     def save(self, rollout_id: int, extra_state: dict[str, Any]) -> None:
         self.call_all("save", rollout_id, extra_state)
 
+    def finish_save(self) -> None:
+        """Waits until no checkpoint is being written (--async-save)."""
+        self.call_all("finish_save")
+
     def save_hf(self, folder: str) -> None:
         self.call_all("save_hf", folder)
 

@@ -20,11 +20,14 @@ from slime.backends.megatron_utils.model import (
 )
 from slime.backends.megatron_utils.parallel import init_parallel
 from slime.backends.megatron_utils.update_weight import WeightUpdater
+from slime.backends.megatron_utils.writer import CheckpointWriter
 from slime.config.errors import ConfigError
 from slime.config.hf_config import load_hf_config
 from slime.config.hooks import load_hook
 from slime.models import load_hf_into, save_hf
+from slime.utils.checkpoint_folder import SaveError, holds_weights_only, is_hf_folder
 from slime.utils.flops import measure_matmul_peak, train_flops
+from slime.utils.resume import describe_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class MegatronTrainActor:
         self.rank, self.world_size = rank, world_size
         self._master = (master_addr, master_port)
         self._updater: WeightUpdater | None = None
+        self._writer: CheckpointWriter | None = None
         self._checkpoint: Path | None = None
 
     def init(self, args: Any, role: str = "actor") -> InitInfo:
@@ -67,16 +71,16 @@ class MegatronTrainActor:
         chunks = build_model(args, self.hf)
         found = checkpoint.latest_checkpoint(args.load)
         self._ref = self._load_reference(chunks)
+        start, source = 0, str(args.load if found is None and is_hf_folder(args.load) else args.hf_checkpoint)
         if found is None:
-            load_hf_into(chunks, args.hf_checkpoint, self.hf, args)
+            load_hf_into(chunks, source, self.hf, args)
         self.model = wrap_model(args, chunks)
         self.optimizer = build_optimizer(args, self.model)
         self.scheduler = build_scheduler(args, self.optimizer, total_steps=_total_steps(args))
-        start, source = 0, str(args.hf_checkpoint)
         if found is not None:
             path, rollout_id = found
             source = str(path)
-            if args.finetune:
+            if args.finetune or holds_weights_only(path):
                 checkpoint.load_checkpoint(path, self.model)
                 self.optimizer.reload_model_params()
             else:
@@ -229,15 +233,30 @@ class MegatronTrainActor:
         return self._updater.update(version)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> str:
-        """Writes a checkpoint under --save; the next start continues with rollout_id + 1. Returns its path."""
-        path = checkpoint.save_checkpoint(
-            self.args.save, rollout_id, self.model, self.optimizer, self.scheduler, extra_state, self.args.keep_last
-        )
-        return str(path)
+        """Writes a checkpoint under --save; the next start continues with rollout_id + 1. Returns its path.
+
+        With --async-save it counts later, at the latest when `finish_save` returns. Raises SaveError on every rank.
+        """
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.args.save, self.args.keep_last, background=self.args.async_save)
+        state = checkpoint.checkpoint_state(self.model, self.optimizer, self.scheduler)
+        self._writer.save(rollout_id, state, extra_state, describe_run(self.args, extra_state))
+        return str(self._writer.folder_of(rollout_id))
+
+    def finish_save(self) -> None:
+        """Waits until no checkpoint is being written. Raises SaveError on every rank when the last one failed."""
+        if self._writer is not None:
+            self._writer.wait()
 
     def save_hf(self, folder: str) -> None:
-        """Writes the weights as a Hugging Face folder, with the config and tokenizer of --hf-checkpoint."""
-        save_hf(self.model, folder, self.hf, self.args)
+        """Writes the weights as a Hugging Face folder, with the config and tokenizer of --hf-checkpoint.
+
+        Raises SaveError on every rank when it cannot be written.
+        """
+        try:
+            save_hf(self.model, folder, self.hf, self.args)
+        except (OSError, RuntimeError) as error:
+            raise SaveError(f"--save-hf {folder} could not be written: {error}") from error
 
     def load_extra_state(self) -> dict[str, Any] | None:
         """The extra_state of the checkpoint this run resumed from; None when it did not resume."""

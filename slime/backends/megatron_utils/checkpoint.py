@@ -1,14 +1,11 @@
 """Checkpoints in Megatron's distributed format (torch_dist): weights, optimizer, schedule, RNG and the driver's dict.
 
-Layout of a --save folder: `iter_0000012/` per checkpoint (named by rollout id), and
-`latest_checkpointed_iteration.txt`, written last. A checkpoint is written under a temporary name and renamed when all
-ranks are done, so that a folder of the final name is always complete.
+What lies where, and when a checkpoint counts, is in `slime.utils.checkpoint_folder`. This file turns a model into
+what is written, and back; `CheckpointWriter` (writer.py) writes it, in the background if asked to.
 """
 
 import contextlib
-import os
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,42 +16,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import save as torch_save_distributed
 
 from slime.backends.megatron_utils import device
 from slime.backends.megatron_utils.model import unwrap, use_fused_adam
+from slime.backends.megatron_utils.writer import EXTRA, CheckpointWriter
 from slime.config.errors import ConfigError
+from slime.utils.checkpoint_folder import check_digests, check_sizes, latest_checkpoint, read_manifest
 
-LATEST = "latest_checkpointed_iteration.txt"
-_EXTRA = "extra_state.pt"
-
-
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by this process itself.
-
-    Megatron's writer forks, and spawns a manager process that imports the entry module again: both go wrong inside
-    a Ray worker with gloo threads. The files are the same, and Megatron reads them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_save_distributed(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
+__all__ = ["checkpoint_state", "latest_checkpoint", "load_checkpoint", "load_extra_state", "save_checkpoint"]
 
 
 def save_checkpoint(
@@ -65,61 +34,23 @@ def save_checkpoint(
     scheduler: Any,
     extra_state: dict[str, Any] | None = None,
     keep_last: int | None = None,
+    run: dict[str, Any] | None = None,
 ) -> Path:
-    """Writes `folder/iter_<rollout_id>`; every rank must call it, with the same arguments. Returns that path.
+    """Writes `folder/iter_<rollout_id>` and returns that path; every rank must call it, with the same arguments.
 
     extra_state: anything picklable, kept beside the weights. keep_last: older checkpoints beyond it are deleted.
+    run: JSON values for the manifest. Raises SaveError on every rank when any rank cannot write.
     """
-    root = Path(folder)
-    final, partial = root / f"iter_{rollout_id:07d}", root / f".partial_iter_{rollout_id:07d}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    writer = CheckpointWriter(folder, keep_last)
+    writer.save(rollout_id, checkpoint_state(model, optimizer, scheduler), extra_state, run)
+    return writer.folder_of(rollout_id)
+
+
+def checkpoint_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Megatron's sharded state dict of all that a run needs to go on. Collective."""
     if optimizer is not None:
         materialise_adam(optimizer)
-    state = _state(model, optimizer, scheduler, with_rng=True)
-    state["world_size"] = dist.get_world_size()
-    dist_checkpointing.save(state, str(partial), sharded_strategy=InProcessSave())
-    if dist.get_rank() == 0:
-        torch.save(extra_state or {}, partial / _EXTRA)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        _write_text(root / LATEST, str(rollout_id))
-        _prune(root, keep_last)
-    dist.barrier()
-    return final
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def _prune(root: Path, keep_last: int | None) -> None:
-    if keep_last is not None:
-        for old in sorted(root.glob("iter_*"))[: -max(1, keep_last)]:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def latest_checkpoint(folder: str | Path | None) -> tuple[Path, int] | None:
-    """(path, rollout id) of the checkpoint that `folder` points to; None when there is no checkpoint.
-
-    `folder` may also be one checkpoint (`.../iter_0000012`). Raises ConfigError when the pointer leads nowhere.
-    """
-    if folder is None or not Path(folder).is_dir():
-        return None
-    root = Path(folder)
-    if root.name.startswith("iter_") and (root / "metadata.json").is_file():
-        return root, int(root.name.removeprefix("iter_"))
-    if not (root / LATEST).is_file():
-        return None
-    text = (root / LATEST).read_text().strip()
-    path = root / f"iter_{int(text):07d}" if text.isdigit() else root / text
-    if not (path / "metadata.json").is_file():
-        raise ConfigError(f"--load {folder}: {LATEST} names {path.name}, which is missing or incomplete")
-    return path, int(text)
+    return {**_state(model, optimizer, scheduler, with_rng=True), "world_size": dist.get_world_size()}
 
 
 def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, scheduler: Any | None = None) -> None:
@@ -127,6 +58,7 @@ def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, 
 
     The layout may differ from the one that wrote it. RNG states are taken over only when the world size is the same.
     """
+    verify(path)
     world_size = dist_checkpointing.load_common_state_dict(str(path)).get("world_size")
     same_world = world_size == dist.get_world_size()
     if optimizer is not None:
@@ -137,16 +69,38 @@ def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, 
         unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
     if optimizer is None:
         return
+    flags = [{key: group[key] for key in ("betas", "eps") if key in group} for group in _param_groups(optimizer)]
     _load_optimizer(optimizer, loaded["optimizer"])
+    for group, values in zip(_param_groups(optimizer), flags, strict=True):
+        group.update(values)  # flags of this run, not of the one that wrote the checkpoint
     if scheduler is not None:
+        # Its position is the checkpoint's, its shape that of this run's flags.
+        scheduler.override_opt_param_scheduler, scheduler.use_checkpoint_opt_param_scheduler = True, False
         scheduler.load_state_dict(loaded["scheduler"])
     if "rng" in loaded:
         _set_rng(loaded["rng"])
 
 
+def verify(path: Path) -> None:
+    """Compares all files with the manifest, each rank a share. Raises ConfigError on every rank. Collective."""
+    manifest = read_manifest(path)
+    if manifest is None:
+        return  # Megatron-LM's own
+    problem = None
+    try:
+        check_sizes(path, manifest)
+        check_digests(path, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+    except (ConfigError, OSError) as error:
+        problem = str(error)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if first := next((p for p in problems if p), None):
+        raise ConfigError(first)
+
+
 def load_extra_state(path: Path) -> dict[str, Any]:
     """The driver's dict of a checkpoint."""
-    return torch.load(path / _EXTRA, weights_only=False)
+    return torch.load(path / EXTRA, weights_only=False)
 
 
 def _state(
@@ -205,6 +159,12 @@ def materialise_adam(optimizer: Any) -> None:
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }
+
+
+def _param_groups(optimizer: Any) -> Iterator[dict[str, Any]]:
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            yield from part.optimizer.param_groups
 
 
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:

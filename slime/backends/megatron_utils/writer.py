@@ -1,0 +1,172 @@
+"""`CheckpointWriter`: puts a sharded state dict on disk, completely or not at all, in the background if asked to.
+
+In the background training stops only while tensors are copied to the host; a thread with a process group of its own
+writes them. Whatever fails on one rank is raised as SaveError on all of them, and none waits for another for ever.
+"""
+
+import io
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as save_distributed
+
+from slime.utils.checkpoint_folder import (
+    SaveError,
+    checkpoint_name,
+    commit,
+    describe,
+    files_in,
+    partial_folder,
+    start_partial,
+    write_synced,
+)
+
+EXTRA = "extra_state.pt"
+
+
+class CheckpointWriter:
+    """Writes checkpoints into one folder. Every method is collective over all ranks.
+
+    keep_last: older checkpoints beyond it are deleted. background: `save` returns when the state has been copied; the
+    checkpoint counts from the moment when it is written, and `wait` (or the next `save`) says if it could not be.
+    """
+
+    def __init__(self, folder: str | Path, keep_last: int | None = None, background: bool = False):
+        self._root, self._keep_last = Path(folder), keep_last
+        self._group: Any = dist.new_group(backend="gloo")  # its own: the thread must not mix with training's order
+        self._background = background
+        self._thread: threading.Thread | None = None
+        self._failed: str | None = None
+        self._checked = False
+        self._host: dict[tuple[str, int], torch.Tensor] = {}  # kept: first touches of new pages cost more than a copy
+
+    def folder_of(self, step: int) -> Path:
+        return self._root / checkpoint_name(step)
+
+    def save(
+        self, step: int, state: dict[str, Any], extra_state: dict[str, Any] | None, run: dict[str, Any] | None = None
+    ) -> None:
+        """Writes `state` (a sharded state dict; used up) as the checkpoint of `step`.
+
+        extra_state: rank 0's is kept, anything picklable. run: JSON values for the manifest.
+        """
+        self.wait()
+        # Who writes what depends on the layout only, so it is checked once.
+        sharded, common = save_preprocess(state, not self._checked)
+        self._checked = True
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        if self._background:
+            self._copy_to_host(by_key)
+        tensors = mcore_to_pyt_state_dict(by_key, False)
+        plain = {"common.pt": _pickled(common), EXTRA: _pickled(extra_state or {})} if dist.get_rank() == 0 else {}
+
+        def work() -> None:
+            try:
+                self._write(step, tensors, plain, run or {})
+            except Exception as error:
+                self._failed = _in_one_line(error)
+
+        if not self._background:
+            work()
+            self.wait()
+            return
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more. Raises SaveError when the last checkpoint failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise SaveError(failed)
+
+    def _copy_to_host(self, by_key: dict[str, list[Any]]) -> None:
+        for key, parts in by_key.items():
+            for i, part in enumerate(parts):
+                if not isinstance(part, ShardedTensor) or part.data is None:
+                    continue
+                host = self._host.get((key, i))
+                if host is None or host.shape != part.data.shape or host.dtype != part.data.dtype:
+                    host = torch.empty(part.data.shape, dtype=part.data.dtype, pin_memory=part.data.is_cuda)
+                    self._host[key, i] = host
+                host.copy_(part.data.detach())
+                part.data = host
+
+    def _write(self, step: int, tensors: Any, plain: dict[str, bytes], run: dict[str, Any]) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        path = partial_folder(self._root, step)
+
+        def begin() -> None:
+            if rank == 0:
+                start_partial(self._root, step)
+                for name, content in plain.items():
+                    write_synced(path / name, content)
+                save_config(CheckpointingConfig("torch_dist", 1), str(path))
+
+        def finish() -> None:
+            if rank == 0:
+                files = {name: entry for part in described for name, entry in part.items()}
+                commit(self._root, step, files, run, self._keep_last)
+
+        try:
+            self._together(begin)
+            # Megatron's own writer forks, and spawns a manager process that imports the entry module again: both go
+            # wrong inside a Ray worker with gloo threads. The files are the same, and Megatron reads them.
+            save_distributed(
+                tensors,
+                storage_writer=FileSystemWriter(path, thread_count=1),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=self._group,
+            )
+            described = self._together(lambda: {n: describe(path / n) for n in files_in(path)[rank::world]})
+            self._together(finish)
+        except Exception as error:
+            if rank == 0:
+                shutil.rmtree(path, ignore_errors=True)  # makes room where the disk is full
+            raise SaveError(
+                f"checkpoint of step {step} in {self._root} could not be written: {_in_one_line(error)}"
+            ) from error
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Results of all ranks. Raises on all of them what any raised."""
+        result, fault = None, None
+        try:
+            result = work()
+        except Exception as error:
+            fault = _in_one_line(error)
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (result, fault), group=self._group)
+        if fault := next((f for _, f in outcomes if f), None):
+            raise SaveError(fault)
+        return [r for r, _ in outcomes]
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The cause as the system says it; distributed checkpointing wraps it in a traceback of each rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    text = " ".join(str(error).split())
+    return text[:500] if isinstance(error, SaveError) else f"{type(error).__name__}: {text[:500]}"

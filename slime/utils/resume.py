@@ -1,0 +1,151 @@
+"""What a run finds out about its checkpoint before it starts anything: is it whole, and is it of this run?"""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.config.args import Args
+from slime.config.errors import ConfigError
+from slime.config.hf_config import load_hf_config
+from slime.utils.checkpoint_folder import check_sizes, is_hf_folder, latest_checkpoint, read_manifest
+
+# Where a run reads, writes and computes; none of it changes what it computes.
+_ELSEWHERE = {
+    "config", "load", "save", "save_interval", "keep_last", "async_save", "on_save_error", "save_hf", "finetune",
+    "allow_config_change", "start_rollout_id", "run_dir", "use_tensorboard", "progress", "save_samples", "dry_run",
+    "ray_address", "placement_timeout", "distributed_timeout_minutes", "hf_checkpoint", "prompt_data", "num_rollout",
+    "num_epoch", "sglang_router_ip", "sglang_router_port", "sglang_start_timeout", "skip_eval_before_train",
+    "save_debug_rollout_data", "rollout_request_timeout", "rollout_max_retries", "rollout_health_check_interval",
+    "rollout_health_check_timeout", "rollout_health_check_failures", "rollout_max_engine_restarts",
+    "update_weight_timeout", "check_weights_interval", "router",
+}  # fmt: skip
+# A run that goes on with another value of these is another run: its data order, its loss or its schedule break off.
+_DANGEROUS = (
+    "input_key", "label_key", "tool_key", "apply_chat_template", "apply_chat_template_kwargs", "rollout_shuffle",
+    "rollout_seed", "rollout_max_prompt_len", "data_source_path", "rollout_batch_size", "n_samples_per_prompt",
+    "global_batch_size", "loss_type", "custom_loss_path", "advantage_estimator", "params_dtype", "adam_beta1",
+    "adam_beta2", "adam_eps", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction",
+)  # fmt: skip
+# Keys of config.json that say which weights a model has.
+_MODEL_KEYS = (
+    "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts", "n_routed_experts",
+)  # fmt: skip
+
+
+def describe_run(args: Args, extra_state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a checkpoint's manifest says of its run: flags, model, and the fingerprint of its prompts."""
+    data = (extra_state or {}).get("data") or {}
+    return {
+        "flags": _plain(args.to_dict()),
+        "model": load_hf_config(args.hf_checkpoint).raw,
+        "prompts": data.get("fingerprint"),
+    }
+
+
+def check_start(args: Args) -> list[str]:
+    """Everything about --load, --save and --run-dir that can be known before a process starts.
+
+    Returns lines for the user (what a resumed run changes). Raises ConfigError with one line per problem: a damaged
+    or newer checkpoint, one of another model, flags that must not change, folders that cannot be written.
+    """
+    for flag, folder in (("--run-dir", args.run_dir), ("--save", args.save), ("--save-hf", args.save_hf)):
+        if folder is not None:
+            _check_writable(flag, Path(folder).parent if flag == "--save-hf" else Path(folder))
+    for flag, folder in (("--load", args.load), ("--ref-load", args.ref_load)):
+        if folder is not None:
+            _check_source(flag, Path(folder), args)
+    found = latest_checkpoint(args.load)
+    manifest = read_manifest(found[0]) if found else None
+    if found is None or manifest is None or args.finetune:
+        return []
+    changes = changed_flags(manifest.run.get("flags", {}), args)
+    rollouts = manifest.run.get("flags", {}).get("num_rollout")
+    if _decays_over_the_run(args) and args.num_rollout is not None and rollouts != args.num_rollout:
+        changes["num_rollout"] = (rollouts, args.num_rollout)
+    dangerous = {name: values for name, values in changes.items() if name in (*_DANGEROUS, "num_rollout")}
+    if dangerous and not args.allow_config_change:
+        raise ConfigError(
+            "\n".join(
+                f"{_flag(name)} was {old!r} and is {new!r}: the run in {found[0]} cannot go on like that; give it as "
+                "it was, start anew with --finetune, or give --allow-config-change"
+                for name, (old, new) in dangerous.items()
+            )
+        )
+    return [f"going on from {found[0]}; changed since: {_flag(name)} {old} -> {new}"
+            for name, (old, new) in changes.items()]  # fmt: skip
+
+
+def changed_flags(before: Mapping[str, Any], args: Args) -> dict[str, tuple[Any, Any]]:
+    """{flag: (old, new)} of flags that may change what a run computes; those that one side does not know are no
+    change."""
+    now = _plain(args.to_dict())
+    return {
+        name: (before[name], value)
+        for name, value in now.items()
+        if name not in _ELSEWHERE and name in before and before[name] != value
+    }
+
+
+def _decays_over_the_run(args: Args) -> bool:
+    return args.lr_decay_style != "constant" and args.lr_decay_iters is None
+
+
+def _check_source(flag: str, folder: Path, args: Args) -> None:
+    if folder.is_file():
+        raise ConfigError(f"{flag} {folder}: a checkpoint is a folder, this is a file")
+    found = latest_checkpoint(folder)
+    if found is not None:
+        manifest = read_manifest(found[0])
+        if manifest is not None:
+            check_sizes(found[0], manifest)
+            _check_model(found[0], manifest.run.get("model") or {}, load_hf_config(args.hf_checkpoint).raw, args)
+        return
+    if is_hf_folder(folder):
+        return
+    files = sorted(p.name for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
+    if files or (flag == "--ref-load" and folder.resolve() != Path(args.hf_checkpoint).resolve()):
+        raise ConfigError(
+            f"{flag} {folder}: neither a checkpoint of slime or Megatron nor a Hugging Face folder "
+            f"({'it holds ' + ', '.join(files[:3]) if files else 'no such folder, or it is empty'})"
+        )
+
+
+def _check_model(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], args: Args) -> None:
+    for key in _MODEL_KEYS:
+        if key in before and before.get(key) != now.get(key):
+            raise ConfigError(
+                f"checkpoint {path} is of another model: its {key} is {before[key]!r}, that of {args.hf_checkpoint} is "
+                f"{now.get(key)!r}"
+            )
+
+
+def _check_writable(flag: str, folder: Path) -> None:
+    """Tries it: permissions, read-only mounts and full disks all show only when a file is written."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"{flag} {folder}: {place} is a file, not a folder")
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".slime_probe_", dir=place)
+        os.write(descriptor, b"x")
+        os.close(descriptor)
+        os.unlink(name)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: {place} cannot be written ({error.strerror}); choose another") from None
+
+
+def _plain(values: Any) -> Any:
+    """As JSON gives it back, so that what was saved compares equal to what is."""
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = dataclasses.asdict(values)
+    return json.loads(json.dumps(values, default=str))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
