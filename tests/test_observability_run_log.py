@@ -152,3 +152,23 @@ def test_flops_are_those_that_torch_counts():
     assert train_flops(hf, [length]) == 3 * (counter.get_total_flops() - attention / 2)
     assert train_flops(hf, [length], logit_rows=1) == train_flops(hf, [length]) - 6 * (length - 1) * 8 * 20
     assert measure_matmul_peak("cpu", torch.float32, seconds=0.01) > 1e8
+
+
+def test_a_step_that_died_between_checkpoint_and_line_is_logged(tmp_path):
+    """The checkpoint has the numbers of its step; every step is logged once, and later samples are gone."""
+    args = Args(run_dir=str(tmp_path), use_tensorboard=False, num_rollout=4)
+    log = RunLog(args)
+    for step in range(2):
+        log.begin(step)
+        log.add({"rollout/raw_reward": step / 2})
+        before = log.so_far()
+        if step == 0:
+            log.end()
+    (tmp_path / "samples").mkdir()
+    for step in range(4):
+        (tmp_path / "samples" / f"step_{step:06d}.jsonl").touch()
+    for _ in range(2):  # and once more, with nothing missing
+        log = RunLog(args, start=2, before=before)
+        assert [s["step"] for s in read_metrics(tmp_path)] == [0, 1]
+    assert read_metrics(tmp_path)[1]["rollout/raw_reward"] == 0.5
+    assert [p.name for p in sorted((tmp_path / "samples").iterdir())] == ["step_000000.jsonl", "step_000001.jsonl"]
