@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime.config import Args, ConfigError, Layout, load_args, load_hf_config, make_layout
+from slime.config import Args, ConfigError, Layout, due, load_args, load_hf_config, make_layout
 
 
 def train(args: Args, layout: Layout) -> None:
@@ -32,7 +32,7 @@ def train(args: Args, layout: Layout) -> None:
         start = trainer.init()
         state = trainer.load_extra_state()
         ray.get(manager.load_state.remote(start, state))
-        log = RunLog(args, layout, start, before=state and state.get("metrics"))
+        log = RunLog(args, layout, start, before=state["metrics"] if state and state.get("step") == start - 1 else None)
         ray.get(engines)
         if layout.num_engines:
             with log.phase("sync"):
@@ -76,19 +76,12 @@ def train(args: Args, layout: Layout) -> None:
             placement.remove()
 
 
-def due(interval: int | None, rollout_id: int, last: bool) -> bool:
-    """Whether something with this interval happens after this rollout. 0: never; None: after the last one only."""
-    if interval == 0:
-        return False
-    return last or (interval is not None and (rollout_id + 1) % interval == 0)
-
-
 def save(args: Args, trainer: Any, manager: Any, log: Any, rollout_id: int) -> None:
     """A checkpoint of this step, and the Hugging Face folder of --save-hf."""
     import ray
 
     guard(args, log, trainer.finish_save)  # of the one before, with --async-save
-    state = {**ray.get(manager.save_state.remote(rollout_id)), "metrics": log.so_far()}
+    state = {**ray.get(manager.save_state.remote(rollout_id)), "step": rollout_id, "metrics": log.so_far()}
     guard(args, log, trainer.save, rollout_id, state)
     if args.save_hf:
         guard(args, log, trainer.save_hf, hf_folder(args, rollout_id))

@@ -35,8 +35,8 @@ def main() -> None:
             sizes = dict(num_layers=8, hidden_size=640, intermediate_size=1920, vocab_size=8192, head_dim=64)
             make_tiny_model(Path(folder), TinyModel(num_attention_heads=10, num_key_value_heads=5, **sizes))
         args = Args(
-            hf_checkpoint=folder, device="cpu", params_dtype="float32", save=f"{scratch}/ck", keep_last=1, num_rollout=1,
-            actor_num_gpus_per_node=1, global_batch_size=1, rollout_batch_size=1, n_samples_per_prompt=1,
+            hf_checkpoint=folder, device="cpu", params_dtype="float32", save=f"{scratch}/ck", keep_last=1,
+            num_rollout=1, actor_num_gpus_per_node=1, global_batch_size=1, rollout_batch_size=1, n_samples_per_prompt=1,
         )  # fmt: skip
         actor = MegatronTrainActor(0, 1, "127.0.0.1", free_port())
         actor.init(args)

@@ -6,11 +6,11 @@ from slime.config.args import Args
 from slime.config.derive import derive
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig, load_hf_config
-from slime.config.layout import Layout, make_layout
+from slime.config.layout import Layout, due, make_layout
 from slime.config.parse import parse_args
 from slime.config.validate import validate
 
-__all__ = ["Args", "ConfigError", "HFConfig", "Layout", "load_args", "load_hf_config", "make_layout"]
+__all__ = ["Args", "ConfigError", "HFConfig", "Layout", "due", "load_args", "load_hf_config", "make_layout"]
 
 
 def load_args(argv: Sequence[str]) -> Args:

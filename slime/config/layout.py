@@ -55,3 +55,10 @@ def make_layout(args: Args) -> Layout:
         global_batch_size=args.global_batch_size,
         steps_per_rollout=-(-samples // args.global_batch_size),
     )
+
+
+def due(interval: int | None, rollout_id: int, last: bool) -> bool:
+    """Whether something with this interval happens after this rollout. 0: never; None: after the last one only."""
+    if interval == 0:
+        return False
+    return last or (interval is not None and (rollout_id + 1) % interval == 0)

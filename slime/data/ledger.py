@@ -59,7 +59,6 @@ class Book:
             event = "returned" if group in self.in_flight else "added"
             self.in_flight.discard(group)
             self.buffered.add(group)
-            self._next = max(self._next, group + 1)
         elif event in OUTCOMES:
             before = self._settled.get(group)
             if group not in self.in_flight:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from slime.config import Args, Layout
+from slime.config import Args, Layout, due
 from slime.ray.placement import Bundle
 
 
@@ -29,7 +29,7 @@ class _RolloutManager:
         assert source is not None
         self._source = source(args)
         self._fleet: Any = None
-        self._states: dict[int, dict[str, Any]] = {}  # after each rollout since the last checkpoint
+        self._states: dict[int, dict[str, Any]] = {}  # after rollouts that get a checkpoint
 
     def num_rollout(self) -> int:
         """Rollouts of the whole run: --num-rollout, or what --num-epoch makes of the prompts."""
@@ -89,7 +89,8 @@ class _RolloutManager:
                 self._source.settle(groups, "trained")  # a plug-in's rollout function need not account for prompts
         if ledger is not None:
             ledger.check()
-        if self._args.save:
+        last = rollout_id + 1 == self.num_rollout()
+        if due(self._args.save_interval if self._args.save else 0, rollout_id, last):
             self._states[rollout_id] = self._state(rollout_id)
         samples = flatten(groups)
         metrics.update(self._log_samples(rollout_id, samples, metrics, time.monotonic() - started))

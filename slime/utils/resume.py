@@ -37,12 +37,12 @@ _MODEL_KEYS = (
 )  # fmt: skip
 
 
-def describe_run(args: Args, extra_state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a checkpoint's manifest says of its run: flags, model, and the fingerprint of its prompts."""
+def describe_run(args: Args, model: Mapping[str, Any], extra_state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a checkpoint's manifest says of its run: flags, model (a config.json), and fingerprint of its prompts."""
     data = (extra_state or {}).get("data") or {}
     return {
         "flags": _plain(args.to_dict()),
-        "model": load_hf_config(args.hf_checkpoint).raw,
+        "model": dict(model),
         "prompts": data.get("fingerprint"),
     }
 

@@ -240,7 +240,7 @@ class MegatronTrainActor:
         if self._writer is None:
             self._writer = CheckpointWriter(self.args.save, self.args.keep_last, background=self.args.async_save)
         state = checkpoint.checkpoint_state(self.model, self.optimizer, self.scheduler)
-        self._writer.save(rollout_id, state, extra_state, describe_run(self.args, extra_state))
+        self._writer.save(rollout_id, state, extra_state, describe_run(self.args, self.hf.raw, extra_state))
         return str(self._writer.folder_of(rollout_id))
 
     def finish_save(self) -> None:
