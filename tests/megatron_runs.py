@@ -79,6 +79,7 @@ def _train(rank, world, port, args, rollouts, start):
         metrics.append(actor.train(rollout_id, rank_data(args, columns, info.dp_size)[info.dp_rank]))
         if args.save:
             actor.save(rollout_id, {"cursor": rollout_id})
+    actor.finish_save()
     out = (info, metrics, _weights(actor), actor.load_extra_state())
     destroy_parallel()
     return out

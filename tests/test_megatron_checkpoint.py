@@ -155,7 +155,7 @@ def test_what_can_be_known_is_known_before_anything_starts(copy, model, tmp_path
     (tmp_path / "junk").mkdir()
     assert check_start(args.replace(load=str(tmp_path / "junk"))) == []  # empty: a fresh start
     (tmp_path / "junk" / "model.bin").write_text("x")
-    with pytest.raises(ConfigError, match="neither a checkpoint .* it holds model.bin"):
+    with pytest.raises(ConfigError, match="neither a checkpoint .*it holds model.bin"):
         check_start(args.replace(load=str(tmp_path / "junk")))
     for changes in (dict(save=f"{model}/config.json/x"), dict(run_dir="/proc/x"), dict(save_hf="/proc/self/hf")):
         with pytest.raises(ConfigError, match="is a file, not a folder|cannot be written"):

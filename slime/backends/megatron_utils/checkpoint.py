@@ -23,6 +23,9 @@ from slime.backends.megatron_utils.writer import EXTRA, CheckpointWriter
 from slime.config.errors import ConfigError
 from slime.utils.checkpoint_folder import check_digests, check_sizes, latest_checkpoint, read_manifest
 
+# Of an optimizer's parameter group: what the flags say.
+_OF_FLAGS = ("betas", "eps", "max_lr", "min_lr", "lr_mult", "wd_mult")
+
 __all__ = ["checkpoint_state", "latest_checkpoint", "load_checkpoint", "load_extra_state", "save_checkpoint"]
 
 
@@ -69,7 +72,7 @@ def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, 
         unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
     if optimizer is None:
         return
-    flags = [{key: group[key] for key in ("betas", "eps") if key in group} for group in _param_groups(optimizer)]
+    flags = [{key: group[key] for key in _OF_FLAGS if key in group} for group in _param_groups(optimizer)]
     _load_optimizer(optimizer, loaded["optimizer"])
     for group, values in zip(_param_groups(optimizer), flags, strict=True):
         group.update(values)  # flags of this run, not of the one that wrote the checkpoint

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint import save as save_distributed
 
 from slime.utils.checkpoint_folder import (
@@ -77,8 +77,8 @@ class CheckpointWriter:
         def work() -> None:
             try:
                 self._write(step, tensors, plain, run or {})
-            except Exception as error:
-                self._failed = _in_one_line(error)
+            except SaveError as error:
+                self._failed = str(error)
 
         if not self._background:
             work()
@@ -136,7 +136,7 @@ class CheckpointWriter:
             )
             described = self._together(lambda: {n: describe(path / n) for n in files_in(path)[rank::world]})
             self._together(finish)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # makes room where the disk is full
             raise SaveError(
