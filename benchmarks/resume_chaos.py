@@ -214,9 +214,16 @@ def flags(options: argparse.Namespace, model: Path, data: Path) -> list[str]:
 
 
 def undisturbed(run: Run) -> None:
+    """Makes the run to compare with, unless the same is there already."""
+    made_with = run.folder / "flags.json"
+    if made_with.is_file() and json.loads(made_with.read_text()) == run.flags:
+        return
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True)
     run.start()
     if run.wait(1800.0) != 0:
         raise SystemExit(f"the undisturbed run failed; see {run.folder}/life_1.log")
+    made_with.write_text(json.dumps(run.flags))
 
 
 def disturbed(run: Run, kills: int, mode: str, rng: random.Random) -> dict[str, Any]:
@@ -306,24 +313,29 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="rollouts of the run; default: enough for the kills")
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "resume_chaos", help="scratch folder")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "resume_chaos",
+        help="scratch folder; the undisturbed run in it is used again",
+    )
     options = parser.parse_args()
     options.steps = options.steps or 4 * options.kills + 4
     from tools.make_tiny_model import TinyModel, make_tiny_model
 
     work = options.work.resolve()
-    shutil.rmtree(work, ignore_errors=True)
     make_tiny_model(work / "model", TinyModel(num_layers=2, hidden_size=64, intermediate_size=96))
     rows = [{"prompt": f"{i}+{i + 1}=", "label": str(2 * i + 1)} for i in range(10, 60)]
     (work / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    runs = {}
-    for name in ("reference", "killed"):
-        (work / name).mkdir()
-        runs[name] = Run(work / name, flags(options, work / "model", work / "prompts.jsonl"))
     started = time.monotonic()
-    undisturbed(runs["reference"])
-    print(f"undisturbed: {options.steps} steps in {time.monotonic() - started:.0f} s", flush=True)
-    out = disturbed(runs["killed"], options.kills, options.mode, random.Random(options.seed))
+    reference, killed = (
+        Run(work / name, flags(options, work / "model", work / "prompts.jsonl")) for name in ("reference", "killed")
+    )
+    undisturbed(reference)
+    print(f"undisturbed: {options.steps} steps, {time.monotonic() - started:.0f} s", flush=True)
+    shutil.rmtree(killed.folder, ignore_errors=True)
+    killed.folder.mkdir()
+    out = disturbed(killed, options.kills, options.mode, random.Random(options.seed))
     out |= compare(work / "reference", work / "killed", options.steps)
     out |= {"mode": options.mode, "async_save": options.async_save, "seconds": round(time.monotonic() - started)}
     print(json.dumps(out))
