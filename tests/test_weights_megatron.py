@@ -52,14 +52,14 @@ def build(args, rank, world, port):
 
 def load_and_save(rank, world, port, cases):
     """Each case: args, output folder, bytes per file. One process for all of them, since imports are slow."""
-    from slime.backends.megatron_utils.parallel import destroy_parallel
+    from megatron.core.parallel_state import destroy_model_parallel
+
     from slime.models import save_hf
 
     for args, out, file_bytes in cases:
         chunks, hf = build(args, rank, world, port)
         save_hf(chunks, out, hf, args, max_file_bytes=file_bytes)
-        destroy_parallel()
-        port += world  # the next rendezvous
+        destroy_model_parallel()
 
 
 def assert_same_tensors(a, b):
@@ -110,8 +110,9 @@ def test_virtual_pipeline_stages(tmp_path):
 
 
 def logits_of_megatron(rank, world, port, cases):
+    from megatron.core.parallel_state import destroy_model_parallel
+
     from slime.backends.megatron_utils.data import pack
-    from slime.backends.megatron_utils.parallel import destroy_parallel
 
     out = []
     for args in cases:
@@ -121,8 +122,7 @@ def logits_of_megatron(rank, world, port, cases):
         with torch.no_grad():
             logits = model(tokens, positions, None, packed_seq_params=packed)
         out.append(logits[0].float().numpy())
-        destroy_parallel()
-        port += world
+        destroy_model_parallel()
     return out
 
 

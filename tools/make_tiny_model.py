@@ -15,7 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ARCHS = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe")
+ARCHS = (
+    "qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "qwen2_moe", "mixtral", "glm4", "glm4_moe", "deepseek_v2",
+    "deepseek_v3", "gpt_oss",
+)  # fmt: skip
 SETTINGS_FILE = "tiny_model.json"
 _FILES = (
     SETTINGS_FILE,
@@ -156,24 +159,12 @@ def _save_weights(folder: Path, settings: TinyModel, tokenizer: Any) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    extra: dict[str, Any] = {}
-    if settings.arch == "qwen3_moe":
-        extra = {
-            "num_experts": settings.num_experts,
-            "num_experts_per_tok": settings.num_experts_per_tok,
-            "moe_intermediate_size": settings.intermediate_size,
-            "norm_topk_prob": True,
-        }
-    if settings.arch == "mistral":
-        extra["sliding_window"] = None
     dtype = getattr(torch, settings.dtype)
     config = AutoConfig.for_model(
         settings.arch,
         num_hidden_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
         num_attention_heads=settings.num_attention_heads,
-        num_key_value_heads=settings.num_key_value_heads,
-        head_dim=settings.head_dim,
         intermediate_size=settings.intermediate_size,
         vocab_size=settings.vocab_size,
         max_position_embeddings=settings.max_position_embeddings,
@@ -183,7 +174,7 @@ def _save_weights(folder: Path, settings: TinyModel, tokenizer: Any) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=dtype,
-        **extra,
+        **{**_heads(settings), **_family_settings(settings)},
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _init_weights(model, settings)
@@ -195,6 +186,50 @@ def _save_weights(folder: Path, settings: TinyModel, tokenizer: Any) -> None:
     # Readers older than transformers 5 look for rope_theta at the top level.
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": settings.rope_theta}, indent=1) + "\n")
+
+
+def _heads(settings: TinyModel) -> dict[str, Any]:
+    return {"num_key_value_heads": settings.num_key_value_heads, "head_dim": settings.head_dim}
+
+
+def _family_settings(settings: TinyModel) -> dict[str, Any]:
+    """What only this family's config has. Sizes differ from the others, so that no transpose hides."""
+    arch, n = settings.arch, settings.intermediate_size
+    if arch == "mistral":
+        return {"sliding_window": None}
+    experts = {"num_experts_per_tok": settings.num_experts_per_tok}
+    if arch == "qwen3_moe":
+        return {**experts, "num_experts": settings.num_experts, "moe_intermediate_size": n, "norm_topk_prob": True}
+    if arch == "qwen2_moe":
+        # The first layer stays dense.
+        return {
+            **experts, "num_experts": settings.num_experts, "moe_intermediate_size": n // 2,
+            "shared_expert_intermediate_size": n // 4, "norm_topk_prob": False, "mlp_only_layers": [0],
+        }  # fmt: skip
+    if arch in ("mixtral", "gpt_oss"):
+        out = {**experts, "num_local_experts": settings.num_experts, "sliding_window": None}
+        rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        rope.update(rope_theta=settings.rope_theta, original_max_position_embeddings=4096)
+        return {**out, "sliding_window": 4, "rope_parameters": rope} if arch == "gpt_oss" else out
+    if arch == "glm4":
+        return {"attention_bias": True}
+    if arch in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        out = {
+            **experts, "n_routed_experts": settings.num_experts, "moe_intermediate_size": n // 2,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+        }  # fmt: skip
+        if arch == "glm4_moe":
+            return {**out, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}
+        dim = settings.head_dim
+        out.update(
+            qk_rope_head_dim=dim, qk_nope_head_dim=dim + 4, v_head_dim=dim + 2, kv_lora_rank=2 * dim + 10,
+            num_key_value_heads=settings.num_attention_heads, head_dim=dim,
+        )  # fmt: skip
+        if arch == "deepseek_v2":
+            return {**out, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.0, "n_group": 1}
+        groups = 2 if settings.num_experts % 2 == 0 and settings.num_experts_per_tok == 2 else 1
+        return {**out, "q_lora_rank": 3 * dim + 2, "n_group": groups, "topk_group": 1, "routed_scaling_factor": 2.5}
+    return {}
 
 
 def _init_weights(model: Any, settings: TinyModel) -> None:
@@ -209,14 +244,18 @@ def _init_weights(model: Any, settings: TinyModel) -> None:
     depth = math.sqrt(2 * settings.num_layers)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
+            if name.endswith((".bias", "_bias", "sinks")):
+                parameter.normal_(0.0, 0.02, generator=generator)
+                continue
             if parameter.ndim == 1:
-                if name.endswith(".bias"):
-                    parameter.normal_(0.0, 0.02, generator=generator)
                 continue
             std = 1 / math.sqrt(parameter.shape[-1])
             if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 std /= depth
             parameter.normal_(0.0, std, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.02, generator=generator)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,8 +9,31 @@ from slime.config.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). q_rank None: queries are not compressed.
+
+    nope_dim, rope_dim: channels per head of queries and keys without and with rotary embedding; value_dim: of values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class HFConfig:
-    """Sizes are counts; `head_dim` is per head. `raw` is the whole file, for what only one family knows."""
+    """Sizes are counts; `head_dim` is per head. `raw` is the whole file, for what only one family knows.
+
+    attention_bias: of queries, keys and values; out_bias: of the output projection. moe_layers: which layers have
+    experts (indices from 0). shared_intermediate_size: of the experts that every token passes. rotary_fraction: share
+    of a head's channels that rotary embedding turns. latent: sizes of latent attention, where a model has it.
+    """
 
     model_type: str
     architectures: tuple[str, ...]
@@ -27,31 +50,62 @@ class HFConfig:
     rope_scaling: dict[str, Any] | None
     tie_word_embeddings: bool
     attention_bias: bool
+    out_bias: bool
     qk_norm: bool
     sliding_window: int | None
     num_experts: int | None
     num_experts_per_tok: int | None
     moe_intermediate_size: int | None
+    moe_layers: frozenset[int]
+    shared_intermediate_size: int | None
+    rotary_fraction: float
+    latent: LatentAttention | None
     torch_dtype: str
     raw: dict[str, Any]
 
     @property
+    def dense_layers(self) -> frozenset[int]:
+        return frozenset(range(self.num_layers)) - self.moe_layers
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's attention (biases and norms left out)."""
+        h, heads, latent = self.hidden_size, self.num_attention_heads, self.latent
+        if latent is None:
+            return h * self.head_dim * (2 * heads + 2 * self.num_key_value_heads)
+        query = heads * latent.query_dim
+        q = h * query if latent.q_rank is None else latent.q_rank * (h + query)
+        kv = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
+        return q + kv + h * heads * latent.value_dim
+
+    def mlp_parameters(self, experts: int) -> int:
+        """Weights of all layers' MLPs when each layer with experts counts `experts` of them, the shared ones and its
+        router."""
+        dense = 3 * self.hidden_size * self.intermediate_size
+        moe = (
+            3 * self.hidden_size * ((self.moe_intermediate_size or 0) * experts + (self.shared_intermediate_size or 0))
+        )
+        router = self.hidden_size * (self.num_experts or 0)
+        return len(self.dense_layers) * dense + len(self.moe_layers) * (moe + router)
+
+    @property
     def num_parameters(self) -> int:
-        """Parameters of a dense or Qwen-MoE-like model, for the plan's arithmetic (biases and norms left out)."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
-        if self.num_experts:
-            mlp = 3 * self.hidden_size * (self.moe_intermediate_size or 0) * self.num_experts
-        else:
-            mlp = 3 * self.hidden_size * self.intermediate_size
+        """Parameters of the model, for the plan's arithmetic (biases and norms left out)."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp) + embeddings
+        layers = self.num_layers * self.attention_parameters + self.mlp_parameters(self.num_experts or 0)
+        return layers + embeddings
 
 
 # Families whose attention has biases or q/k norms by construction rather than by a key of the config.
-_ALWAYS_QKV_BIAS = {"qwen2", "qwen2_moe"}
+_ALWAYS_QKV_BIAS = {"qwen2"}
 _ALWAYS_QK_NORM = {"qwen3", "qwen3_moe"}
+_BIAS_ON_OUTPUT_TOO = {"llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"}
 # The default of `transformers` where a family's config leaves the key out.
 _TIED_BY_DEFAULT = {"gemma", "gemma2"}
+_BIASED_BY_DEFAULT = {"glm4", "gpt_oss"}
+_HALF_ROTARY_BY_DEFAULT = {"glm4", "glm4_moe"}
+_THETA_BY_DEFAULT = {"mixtral": 1e6, "gpt_oss": 150000.0}
+_EXPERTS_OF_FULL_SIZE = {"mixtral", "gpt_oss"}  # intermediate_size is an expert's
 
 
 def load_hf_config(folder: str | Path) -> HFConfig:
@@ -90,7 +144,11 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
     # transformers 5 moved rope_theta and the scaling into one dict; older files have two keys.
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    use_window = raw.get("use_sliding_window", model_type in {"mistral", "mixtral"})
+    use_window = raw.get("use_sliding_window", model_type in {"mistral", "mixtral", "gpt_oss"})
+    bias = bool(raw.get("attention_bias", model_type in _BIASED_BY_DEFAULT))
+    experts = raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts")
+    moe_size = raw.get("moe_intermediate_size")
+    partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     return HFConfig(
         model_type=model_type,
         architectures=tuple(raw.get("architectures") or ()),
@@ -103,15 +161,39 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
         vocab_size=need("vocab_size"),
         max_position_embeddings=raw.get("max_position_embeddings") or 2048,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or _THETA_BY_DEFAULT.get(model_type, 1e4)),
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
-        attention_bias=bool(raw.get("attention_bias", False)) or model_type in _ALWAYS_QKV_BIAS,
-        qk_norm=model_type in _ALWAYS_QK_NORM,
+        attention_bias=raw.get("qkv_bias", True)
+        if model_type == "qwen2_moe"
+        else bias or model_type in _ALWAYS_QKV_BIAS,
+        out_bias=bias and model_type in _BIAS_ON_OUTPUT_TOO,
+        qk_norm=model_type in _ALWAYS_QK_NORM or bool(model_type == "glm4_moe" and raw.get("use_qk_norm")),
         sliding_window=raw.get("sliding_window") if use_window else None,
-        num_experts=raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts"),
+        num_experts=experts,
         num_experts_per_tok=raw.get("num_experts_per_tok"),
-        moe_intermediate_size=raw.get("moe_intermediate_size"),
+        moe_intermediate_size=raw["intermediate_size"] if model_type in _EXPERTS_OF_FULL_SIZE else moe_size,
+        moe_layers=_moe_layers(raw, where) if experts else frozenset(),
+        shared_intermediate_size=(
+            raw.get("shared_expert_intermediate_size") or (raw.get("n_shared_experts") or 0) * (moe_size or 0) or None
+        ),
+        rotary_fraction=float(partial or (0.5 if model_type in _HALF_ROTARY_BY_DEFAULT else 1.0)),
+        latent=_latent(need, raw.get("q_lora_rank")) if raw.get("kv_lora_rank") else None,
         torch_dtype=raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
         raw=raw,
     )
+
+
+def _moe_layers(raw: dict[str, Any], where: str) -> frozenset[int]:
+    """Layers with experts: all but the first ones (DeepSeek, GLM), or every few but the listed ones (Qwen)."""
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise ConfigError(f"{where}: moe_layer_freq {raw['moe_layer_freq']} is not known, only 1")
+    first, step = raw.get("first_k_dense_replace") or 0, raw.get("decoder_sparse_step") or 1
+    dense = set(raw.get("mlp_only_layers") or ())
+    layers = range(first, raw["num_hidden_layers"])
+    return frozenset(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
+
+
+def _latent(need: Any, q_rank: int | None) -> LatentAttention:
+    nope, rope, value = need("qk_nope_head_dim"), need("qk_rope_head_dim"), need("v_head_dim")
+    return LatentAttention(q_rank, need("kv_lora_rank"), nope, rope, value)

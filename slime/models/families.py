@@ -5,7 +5,7 @@ from typing import Any
 
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
-from slime.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from slime.models import deepseek, glm4, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from slime.models.table import Param, WeightTable
 
 Declare = Callable[[HFConfig, int], list[Param]]
@@ -13,9 +13,16 @@ Declare = Callable[[HFConfig, int], list[Param]]
 FAMILIES: dict[str, Declare] = {
     "llama": llama.declare,
     "mistral": mistral.declare,
+    "mixtral": mixtral.declare,
     "qwen2": qwen2.declare,
+    "qwen2_moe": qwen2_moe.declare,
     "qwen3": qwen3.declare,
     "qwen3_moe": qwen3_moe.declare,
+    "glm4": glm4.declare,
+    "glm4_moe": glm4_moe.declare,
+    "deepseek_v2": deepseek.declare_v2,
+    "deepseek_v3": deepseek.declare_v3,
+    "gpt_oss": gpt_oss.declare,
 }
 
 

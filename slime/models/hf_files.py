@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slime.config.errors import ConfigError
-from slime.models.table import WeightTable
+from slime.models import quantised
+from slime.models.rows import ReadRows
+from slime.models.table import Bound, WeightTable
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -21,15 +23,13 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Not weights: tables that older checkpoints saved and that the model computes itself.
-_COMPUTED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".merges"}
-_SHOWN = 20
 
 
 class HFFolder:
     """The tensors of a Hugging Face folder. Opens files when they are needed and reads only the rows asked for.
 
+    Quantised weights (fp8 blocks, MXFP4) show as the bfloat16 tensors that they stand for.
     Raises ConfigError for a folder without safetensors, an index that names a missing file, or a damaged file.
     """
 
@@ -39,6 +39,16 @@ class HFFolder:
             raise ConfigError(f"{folder}: no such folder")
         self._files: dict[str, Any] = {}
         self._where = self._locate()
+        config = self.folder / "config.json"
+        try:
+            raw = json.loads(config.read_text()) if config.is_file() else {}
+        except ValueError as error:
+            raise ConfigError(f"{config}: cannot be read as JSON ({error})") from None
+        self.quantised = quantised.find(self._where, raw, str(config))
+        for view in self.quantised.values():
+            view.check(self._slice)
+        hidden = {source for name, view in self.quantised.items() for source in view.sources if source != name}
+        self.names = [name for name in self._where if name not in hidden] + sorted(self.quantised.keys() - self._where)
 
     def _locate(self) -> dict[str, str]:
         """File by tensor name."""
@@ -79,58 +89,61 @@ class HFFolder:
     def _names_in(self, file: str) -> set[str]:
         return set(self._open(file).keys())
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._where)
-
     def _slice(self, name: str) -> Any:
         return self._open(self._where[name]).get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        view = self.quantised.get(name)
+        return view.shape(self._slice) if view else tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._slice(name).get_dtype()]
+        return torch.bfloat16 if name in self.quantised else DTYPES[self._slice(name).get_dtype()]
 
-    def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows [start, stop) along `axis`; nothing else is read from the file."""
-        handle = self._slice(name)
-        if start == 0 and (stop is None or stop == self.shape(name)[axis]):
+    def read(
+        self, name: str, axis: int = 0, start: int = 0, stop: int | None = None, slab: int | None = None
+    ) -> torch.Tensor:
+        """Rows [start, stop) along `axis`; nothing else is read from the file.
+
+        slab: only this entry of the first dimension; `axis` counts the dimensions behind it.
+        """
+        shape = self.shape(name) if slab is None else self.shape(name)[1:]
+        stop = shape[axis] if stop is None else stop
+        if name in self.quantised:
+            return self.quantised[name].read(self._slice, axis, start, stop, slab)
+        if slab is None and (start, stop) == (0, shape[axis]):
             return self._open(self._where[name]).get_tensor(name)
-        return handle[start:stop] if axis == 0 else handle[:, start:stop]
+        rows = (slice(None),) * axis + (slice(start, stop),)
+        return self._slice(name)[rows if slab is None else (slab, *rows)]
 
     def nbytes(self) -> int:
         return sum(math.prod(self.shape(n)) * self.dtype(n).itemsize for n in self.names)
 
 
-def check_folder(table: WeightTable, folder: HFFolder) -> None:
-    """Compares the folder with the declaration, tensor by tensor. Raises one ConfigError that lists all differences."""
-    want = table.hf_shapes()
-    optional = {"lm_head.weight"} if table.config.tie_word_embeddings else set()
-    faults = []
-    have = set(folder.names)
-    for name, shape in want.items():
-        if name not in have:
-            faults.append(f"{name} {list(shape)}: missing")
-        elif folder.shape(name) != shape:
-            faults.append(f"{name}: config.json gives {list(shape)}, the file has {list(folder.shape(name))}")
-    for name in folder.names:
-        if name not in want and name not in optional and not name.endswith(_COMPUTED):
-            faults.append(
-                f"{name} {list(folder.shape(name))}: not a tensor of a {table.config.model_type} with this config.json"
-            )
-    if faults:
-        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        lines = "\n  ".join(faults[:_SHOWN] + more)
-        raise ConfigError(f"{folder.folder}: config.json and weights disagree in {len(faults)} tensors:\n  {lines}")
+def row_reader(folder: HFFolder, bound: Bound) -> ReadRows:
+    """read(source, start, stop) for `Param.load`: rows of a parameter's tensors, output rows first."""
+
+    def read(source: int, start: int, stop: int) -> torch.Tensor:
+        tensor, axis = bound.param.hf[source], bound.param.form.axis
+        slab = bound.expert if tensor.stacked is not None else None
+        rows = folder.read(bound.hf_names[source], 1 - axis if tensor.transposed else axis, start, stop, slab)
+        return rows.T if tensor.transposed else rows
+
+    return read
 
 
-def plan_files(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int) -> list[list[str]]:
+def hf_dtypes(table: WeightTable, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """By tensor: `dtype`, but for those that stay float32."""
+    return {name: torch.float32 if tensor.float32 else dtype for name, tensor in table.hf_tensors().items()}
+
+
+def plan_files(
+    shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype], max_bytes: int
+) -> list[list[str]]:
     """Names of tensors per file, in order, each file at most `max_bytes` unless one tensor alone is larger."""
     files: list[list[str]] = []
     used = max_bytes
     for name, shape in shapes.items():
-        n = math.prod(shape) * itemsize
+        n = math.prod(shape) * dtypes[name].itemsize
         if used + n > max_bytes or not files:
             files.append([])
             used = 0
@@ -139,24 +152,39 @@ def plan_files(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: in
     return files
 
 
-class SafetensorsWriter:
-    """Writes one .safetensors file tensor by tensor, in the order given, so that only one tensor is in memory.
+def file_header(
+    shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype]
+) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """The head of a .safetensors file, where each tensor's bytes start and stop in the file, and the file's size.
 
     The format: length of the header (8 bytes, little endian), the header as JSON, the bytes (safetensors' README).
     """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    head = len(text).to_bytes(8, "little") + text
+    del header["__metadata__"]
+    offsets = {n: (len(head) + h["data_offsets"][0], len(head) + h["data_offsets"][1]) for n, h in header.items()}
+    return head, offsets, len(head) + end
 
-    def __init__(self, path: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, shape in shapes.items():
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+
+def file_name(number: int, total: int) -> str:
+    """Of file `number` (from 1) of a folder's weights."""
+    return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+class SafetensorsWriter:
+    """Writes one .safetensors file tensor by tensor, in the order given, so that only one tensor is in memory."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype]):
         self._left = [(name, tuple(shape)) for name, shape in reversed(list(shapes.items()))]
-        self._dtype = dtype
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts aligned
+        self._dtypes = dtypes
         self._file = open(path, "wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(file_header(shapes, dtypes)[0])
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
         """Writes the next tensor; True when the file is complete (and closed)."""
@@ -165,7 +193,7 @@ class SafetensorsWriter:
             raise ValueError(
                 f"{self._file.name}: {name} {list(tensor.shape)} came where {want} {list(shape)} was planned"
             )
-        data = tensor.detach().to("cpu", self._dtype).contiguous()
+        data = tensor.detach().to("cpu", self._dtypes[name]).contiguous()
         self._file.write(data.reshape(-1).view(torch.uint8).numpy().data)
         if self._left:
             return False
@@ -186,7 +214,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
         if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
     config_path = target / "config.json"
-    config = json.loads(config_path.read_text())
+    config = quantised.without_quantisation(json.loads(config_path.read_text()))
     keys: Iterable[str] = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config.update({key: str(dtype).removeprefix("torch.") for key in keys})
     config_path.write_text(json.dumps(config, indent=2) + "\n")

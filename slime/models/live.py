@@ -5,7 +5,7 @@ follows from the declaration (`slime/models/<family>.py`).
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
+from slime.models.check import check_folder, count_non_finite
 from slime.models.families import model_table
-from slime.models.hf_files import HFFolder, check_folder
-from slime.models.rows import Pieces
+from slime.models.hf_files import HFFolder, row_reader
+from slime.models.rows import Pieces, Stack
 from slime.models.table import Bound, WeightTable
 
 
@@ -69,6 +71,9 @@ def pipeline_stage() -> tuple[int, int]:
     return mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
 
 
+_BUFFERS = ("router.expert_bias",)  # what is no parameter and yet comes from the file
+
+
 @dataclass(frozen=True)
 class LiveParam:
     """A parameter of the running model and its declaration. tensor: this rank's shard."""
@@ -80,7 +85,9 @@ class LiveParam:
 def live_params(
     model_chunks: Sequence[torch.nn.Module], table: WeightTable, ranks: Ranks, skip: Container[str] = ()
 ) -> list[LiveParam]:
-    """All parameters of this rank. skip: Megatron names that the declaration does not know (a value head).
+    """All parameters of this rank, and buffers that are part of the model (the router's expert bias).
+
+    skip: Megatron names that the declaration does not know (a value head).
 
     Raises KeyError for a parameter without declaration, ValueError for a declared one that a layer lacks.
     """
@@ -89,11 +96,13 @@ def live_params(
         model = unwrap(chunk)
         numbers = _layer_numbers(model)
         names: dict[int, set[str]] = {layer: set() for layer in numbers.values()}
-        for local_name, tensor in model.named_parameters():
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BUFFERS)]
+        for local_name, tensor in itertools.chain(model.named_parameters(), buffers):
             if local_name in skip:
                 continue
             bound = _global(local_name, numbers, table, ranks)
-            out.append(LiveParam(bound, tensor.data))
+            tp = ranks.etp if bound.param.expert else ranks.tp
+            out.append(LiveParam(bound.fitting(tensor.shape) if tp > 1 else bound, tensor.data))
             if bound.layer is not None:
                 names[bound.layer].add(bound.name)
         for layer, have in names.items():
@@ -151,15 +160,15 @@ def load_hf_into(
     table = model_table(hf_config, args)
     folder = HFFolder(hf_folder)
     check_folder(table, folder)
-    ranks = model_ranks()
+    ranks, faults = model_ranks(), []
     for live in live_params(model_chunks, table, ranks, skip):
         bound, param = live.bound, live.bound.param
         tp, rank = (ranks.etp, ranks.etp_rank) if param.expert else (ranks.tp, ranks.tp_rank)
-        param.load(live.tensor, tp, rank, _reader(folder, bound))
-
-
-def _reader(folder: HFFolder, bound: Bound) -> Callable[[int, int, int], torch.Tensor]:
-    return lambda source, start, stop: folder.read(bound.hf_names[source], bound.param.form.axis, start, stop)
+        param.load(live.tensor, tp, rank, row_reader(folder, bound))
+        if bad := count_non_finite(live.tensor):
+            faults.append(f"{' + '.join(bound.hf_names)}: {bad} of {live.tensor.numel()} numbers are NaN or infinite")
+    if faults:
+        raise ConfigError(f"{hf_folder}: broken weights:\n  " + "\n  ".join(faults[:20]))
 
 
 def exported_shapes(
@@ -170,7 +179,9 @@ def exported_shapes(
     for live in live_params(model_chunks, table, ranks):
         if live.bound.param.exported:
             for bound in _siblings(live.bound, table, ranks):
-                shapes.update(zip(bound.hf_names, (t.shape for t in bound.param.hf), strict=True))
+                for name, tensor in zip(bound.hf_names, bound.param.hf, strict=True):
+                    shapes.pop(name, None)  # a stack of experts comes when its last one does
+                    shapes[name] = tensor.file_shape
     return shapes
 
 
@@ -199,10 +210,11 @@ def iter_hf_weights(
 
 def iter_hf_batches(
     model_chunks: Sequence[torch.nn.Module], hf_config: HFConfig, args: Any, *, batch_bytes: int
-) -> Iterator[list[tuple[str, Pieces]]]:
+) -> Iterator[list[tuple[str, Pieces | Stack]]]:
     """The same in pieces, one gather at a time: all ranks of the stage step together, all but its source with []."""
     table, ranks = model_table(hf_config, args), model_ranks()
     params = [live for live in live_params(model_chunks, table, ranks) if live.bound.param.exported]
+    stacks = Stacks()
     for batch in _batches(params, batch_bytes):
         expert = batch[0].bound.param.expert
         if not (ranks.in_expert if expert else ranks.in_dense):
@@ -210,14 +222,35 @@ def iter_hf_batches(
             continue
         group, size = (ranks.expert_group, ranks.etp * ranks.ep) if expert else (ranks.dense_group, ranks.tp)
         gathered = iter(_gather([live.tensor for live in batch if live.bound.param.form.cut or expert], group, size))
-        out: list[tuple[str, Pieces]] = []
+        out: list[tuple[str, Pieces | Stack]] = []
         for live in batch if ranks.is_source else []:
             shards = next(gathered) if live.bound.param.form.cut or expert else [live.tensor] * size
             tp = ranks.etp if expert else ranks.tp
             for number, bound in enumerate(_siblings(live.bound, table, ranks)):
-                sources = bound.param.unload(shards[number * tp : (number + 1) * tp])
-                out += zip(bound.hf_names, sources, strict=True)
+                out += stacks.add(bound, bound.param.unload(shards[number * tp : (number + 1) * tp]))
         yield out
+
+
+class Stacks:
+    """Collects the experts of tensors that the file keeps in one piece."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, Pieces]] = {}
+
+    def add(self, bound: Bound, sources: Sequence[Pieces]) -> list[tuple[str, Pieces | Stack]]:
+        """What a parameter was made of; of stacked tensors those that are complete with it."""
+        out: list[tuple[str, Pieces | Stack]] = []
+        for name, tensor, pieces in zip(bound.hf_names, bound.param.hf, sources, strict=True):
+            if tensor.stacked is None:
+                out.append((name, pieces))
+                continue
+            assert bound.expert is not None
+            found = self._found.setdefault(name, {})
+            found[bound.expert] = pieces
+            if len(found) == tensor.stacked:
+                del self._found[name]
+                out.append((name, Stack(tuple(found[e] for e in range(tensor.stacked)), tensor.transposed)))
+        return out
 
 
 def _batches(params: Sequence[LiveParam], batch_bytes: int) -> Iterator[list[LiveParam]]:

@@ -6,10 +6,9 @@ from slime.models.table import Param
 
 
 def declare(c: HFConfig, vocab_multiple: int) -> list[Param]:
-    bias = c.attention_bias
     return [
         *blocks.embedding(c, vocab_multiple),
-        *blocks.grouped_query_attention(c, qkv_bias=bias, out_bias=bias, qk_norm=True),
+        *blocks.grouped_query_attention(c, qkv_bias=c.attention_bias, out_bias=c.out_bias, qk_norm=True),
         *blocks.gated_mlp(c),
         *blocks.head(c, vocab_multiple),
     ]

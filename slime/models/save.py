@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 from slime.config.hf_config import HFConfig
 from slime.models.families import model_table
-from slime.models.hf_files import SafetensorsWriter, copy_side_files, plan_files, replace_folder, write_index
+from slime.models.hf_files import (
+    SafetensorsWriter,
+    copy_side_files,
+    file_name,
+    hf_dtypes,
+    plan_files,
+    replace_folder,
+    write_index,
+)
 from slime.models.live import exported_shapes, iter_hf_weights, model_ranks, unwrap
 
 _FILE_BYTES = 5 * 1024**3
@@ -41,21 +49,23 @@ def save_hf(
 
     _together(prepare if first else None)
     shapes = exported_shapes(model_chunks, table, ranks) if ranks.is_source else {}
-    mine = plan_files(shapes, dtype.itemsize, max_file_bytes)
+    dtypes = hf_dtypes(table, dtype)
+    mine = plan_files(shapes, dtypes, max_file_bytes)
     plans: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, (len(mine), {name: math.prod(shape) for name, shape in shapes.items()}))
+    nbytes = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+    dist.all_gather_object(plans, (len(mine), nbytes))
     total = sum(count for count, _ in plans)
     number = sum(count for count, _ in plans[: dist.get_rank()])
-    files = [_file_name(number + i + 1, total) for i in range(len(mine))]
+    files = [file_name(number + i + 1, total) for i in range(len(mine))]
 
     def write() -> None:
-        weights = iter_hf_weights(model_chunks, hf_config, args, dtype=dtype)
+        weights = iter_hf_weights(model_chunks, hf_config, args)
         fault: Exception | None = None
         for file, names in zip(files, mine, strict=True):
             writer = None
             for name, tensor in itertools.islice(weights, len(names)):
                 try:
-                    writer = writer or SafetensorsWriter(partial / file, {n: shapes[n] for n in names}, dtype)
+                    writer = writer or SafetensorsWriter(partial / file, {n: shapes[n] for n in names}, dtypes)
                     fault or writer.add(name, tensor)
                 except (OSError, ValueError) as error:
                     fault = fault or error  # keep taking part in the gathers, so that nobody waits for ever
@@ -74,14 +84,10 @@ def save_hf(
         if missing:
             raise ValueError(f"{folder}: no rank wrote {', '.join(sorted(missing)[:5])}")
         if total > 1:
-            write_index(partial, where, sum(sum(sizes.values()) for _, sizes in plans) * dtype.itemsize)
+            write_index(partial, where, sum(nbytes for _, nbytes in plans))
         replace_folder(partial, target)
 
     _together(finish if first else None)
-
-
-def _file_name(number: int, total: int) -> str:
-    return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def _together(work: Callable[[], None] | None) -> None:

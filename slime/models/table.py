@@ -1,8 +1,9 @@
 """`WeightTable`: the declaration of one model, looked up by Megatron's or by Hugging Face's names."""
 
+import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,23 @@ from slime.models.rows import Form, Pieces, ReadRows, Rows, fill, merge
 
 @dataclass(frozen=True)
 class HFTensor:
-    """name: with {layer} and {expert} where it has them. shape: as in the file."""
+    """One tensor of a Hugging Face file. name: with {layer} and {expert} where it has them.
+
+    shape: with output rows first, of one expert where the file stacks them. stacked: how many experts lie in the file's
+    tensor, along a first dimension of their own; None: it is not stacked. transposed: the file has input rows first.
+    float32: stays float32 whatever the model's dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
+    stacked: int | None = None
+    transposed: bool = False
+    float32: bool = False
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return shape if self.stacked is None else (self.stacked, *shape)
 
 
 @dataclass(frozen=True)
@@ -27,14 +41,22 @@ class Param:
     are global. layers: which layers have it; None: all, or no layer at all.
     exported: False for a second copy of a tensor that another parameter already writes (tied head).
     expert: cut over the expert-tensor-parallel ranks instead of the tensor-parallel ones.
+    maybe_whole: some specs keep it whole on every rank although `form` cuts it; the shape of a shard says which.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[HFTensor, ...]
     form: Form
-    layers: range | None = None
+    layers: Container[int] | None = None
     exported: bool = True
     expert: bool = False
+    maybe_whole: bool = False
+
+    def fitting(self, shape: Sequence[int]) -> "Param":
+        """This parameter as a model has it whose shard is of `shape`."""
+        if self.maybe_whole and self.form.cut and tuple(shape) == self.shard_shape(1, 0):
+            return dataclasses.replace(self, form=dataclasses.replace(self.form, cut=False))
+        return self
 
     @property
     def sizes(self) -> list[int]:
@@ -79,6 +101,10 @@ class Bound:
     layer: int | None = None
     expert: int | None = None
 
+    def fitting(self, shape: Sequence[int]) -> "Bound":
+        """See `Param.fitting`."""
+        return dataclasses.replace(self, param=self.param.fitting(shape)) if self.param.maybe_whole else self
+
     def with_expert(self, expert: int) -> "Bound":
         """The same parameter of another expert."""
         return _bind(self.param, self.layer, expert)
@@ -111,6 +137,13 @@ class WeightTable:
             f"{megatron_name}: the declaration of {self.config.model_type!r} (slime/models) has no such parameter"
         )
 
+    def knows(self, megatron_name: str) -> bool:
+        try:
+            self.find(megatron_name)
+        except KeyError:
+            return False
+        return True
+
     def entries(self) -> Iterator[Bound]:
         """Everything, layer by layer: what comes before the layers, the layers, what comes after them."""
         inside = [param for param in self.params if "{layer}" in param.megatron[0]]
@@ -134,8 +167,12 @@ class WeightTable:
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a Hugging Face folder of this model holds, in file order."""
+        return {name: tensor.file_shape for name, tensor in self.hf_tensors().items()}
+
+    def hf_tensors(self) -> dict[str, HFTensor]:
+        """The tensors of a Hugging Face folder of this model by their full names, in file order."""
         return {
-            name: tensor.shape
+            name: tensor
             for entry in self.entries()
             if entry.param.exported
             for name, tensor in zip(entry.hf_names, entry.param.hf, strict=True)

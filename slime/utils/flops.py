@@ -15,17 +15,14 @@ def train_flops(hf: HFConfig, total_lengths: Sequence[int], logit_rows: int | No
     models"), plus causal attention at half of the full square. Recomputation is not counted, as MFU wants it (Chowdhery
     et al. 2022, PaLM, appendix B). logit_rows: tokens that go through the output layer; None is all.
     """
-    attention = hf.hidden_size * hf.head_dim * (2 * hf.num_attention_heads + 2 * hf.num_key_value_heads)
-    mlp = 3 * hf.hidden_size * hf.intermediate_size
-    if hf.num_experts:
-        experts = 3 * hf.hidden_size * (hf.moe_intermediate_size or hf.intermediate_size)
-        mlp = experts * (hf.num_experts_per_tok or 1) + hf.hidden_size * hf.num_experts
+    layers = hf.num_layers * hf.attention_parameters + hf.mlp_parameters(hf.num_experts_per_tok or 1)
     tokens = sum(total_lengths)
     rows = tokens if logit_rows is None else logit_rows
-    weights = tokens * hf.num_layers * (attention + mlp) + rows * hf.hidden_size * hf.vocab_size
-    # Scores and weighted values: 2 * 2 * L^2 * heads * head_dim, halved by causality.
+    weights = tokens * layers + rows * hf.hidden_size * hf.vocab_size
+    # Scores and weighted values: 2 * L^2 * heads * (channels of a key + of a value), halved by causality.
     squares = sum(length * length for length in total_lengths)
-    return 3 * (2.0 * weights + 2.0 * squares * hf.num_layers * hf.num_attention_heads * hf.head_dim)
+    channels = hf.latent.query_dim + hf.latent.value_dim if hf.latent else 2 * hf.head_dim
+    return 3 * (2.0 * weights + squares * hf.num_layers * hf.num_attention_heads * channels)
 
 
 def measure_matmul_peak(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.1) -> float:

@@ -18,7 +18,6 @@ from slime.backends.megatron_utils.model import (
     unwrap,
     wrap_model,
 )
-from slime.backends.megatron_utils.offload import TrainerMemory
 from slime.backends.megatron_utils.parallel import init_parallel
 from slime.backends.megatron_utils.update_weight import WeightUpdater
 from slime.backends.megatron_utils.writer import CheckpointWriter
@@ -89,11 +88,8 @@ class MegatronTrainActor:
                 start, self._checkpoint = rollout_id + 1, path
         if args.start_rollout_id is not None:
             start = args.start_rollout_id
-        self._memory = TrainerMemory(self.model, self.optimizer) if args.offload_train else None
         # All ranks measure at the same time, so each gets its share of a machine that they share.
         self._matmul_peak = measure_matmul_peak(device.current_device(), self.model[0].config.params_dtype)
-        if self._memory is not None:
-            self._memory.release("optimizer", "grads")  # the engines' first weights are sent next
         return InitInfo(
             start_rollout_id=start,
             dp_rank=self.ranks.dp_rank,
@@ -135,19 +131,6 @@ class MegatronTrainActor:
         Returns metrics: on the metrics rank the whole run's, elsewhere what that rank knows. Keys: `train/...` (mean
         over the rollout's steps; `train/steps`; the gap between trainer and engine) and `perf/..._time` in seconds.
         """
-        with self._on_device("optimizer", "grads"):
-            return self._train(rollout_id, rank_data)
-
-    @contextlib.contextmanager
-    def _on_device(self, *parts: str) -> Iterator[None]:
-        """With --offload-train: inside, the parameters and `parts` are on the device; afterwards `parts` are not."""
-        if self._memory is not None:
-            self._memory.restore("params", *parts)
-        yield
-        if self._memory is not None:
-            self._memory.release(*parts)
-
-    def _train(self, rollout_id: int, rank_data: Any) -> dict[str, float]:
         args, timers = self.args, _Timers()
         columns = data.to_device(rank_data.columns)
         columns["sample_denominators"] = list(rank_data.sample_denominators)
@@ -247,8 +230,7 @@ class MegatronTrainActor:
         """Pushes this version of the weights to the connected engines; the receipt, on the rank that has one."""
         if self._updater is None:
             raise RuntimeError("update_weights before connect_engines")
-        with self._on_device("params"):  # the last who needs them before engines generate
-            return self._updater.update(version)
+        return self._updater.update(version)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> str:
         """Writes a checkpoint under --save; the next start continues with rollout_id + 1. Returns its path.
@@ -257,9 +239,8 @@ class MegatronTrainActor:
         """
         if self._writer is None:
             self._writer = CheckpointWriter(self.args.save, self.args.keep_last, background=self.args.async_save)
-        with self._on_device("optimizer"):
-            state = checkpoint.checkpoint_state(self.model, self.optimizer, self.scheduler)
-            self._writer.save(rollout_id, state, extra_state, describe_run(self.args, self.hf.raw, extra_state))
+        state = checkpoint.checkpoint_state(self.model, self.optimizer, self.scheduler)
+        self._writer.save(rollout_id, state, extra_state, describe_run(self.args, self.hf.raw, extra_state))
         return str(self._writer.folder_of(rollout_id))
 
     def finish_save(self) -> None:
@@ -273,8 +254,7 @@ class MegatronTrainActor:
         Raises SaveError on every rank when it cannot be written.
         """
         try:
-            with self._on_device():
-                save_hf(self.model, folder, self.hf, self.args)
+            save_hf(self.model, folder, self.hf, self.args)
         except (OSError, RuntimeError) as error:
             raise SaveError(f"--save-hf {folder} could not be written: {error}") from error
 

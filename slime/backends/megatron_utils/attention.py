@@ -7,8 +7,10 @@ import math
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,10 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 class PackedAttention(torch.nn.Module):
     """Grouped-query attention softmax(q k^T * scale) v with a causal mask inside each packed sequence.
 
-    Takes query [T, heads, D] and key, value [T, groups, D] of this tensor-parallel rank and the boundaries in
-    `packed_seq_params.cu_seqlens_q` (Megatron's THD layout); returns [T, heads, D]. A sliding window of w tokens
-    lets a token see itself and the w - 1 before it. Has no parameters and no dropout.
+    Takes query [T, heads, D], key [T, groups, D] and value [T, groups, Dv] of this tensor-parallel rank and the
+    boundaries in `packed_seq_params.cu_seqlens_q` (Megatron's THD layout); returns [T, heads, Dv]. A sliding window of
+    w tokens lets a token see itself and the w - 1 before it. No dropout. With softmax_type "learnable" each head has a
+    sink, `softmax_offset` [heads]: one logit more in the softmax's sum, with no value of its own (gpt-oss).
     """
+
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self, config: Any, layer_number: int, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
@@ -30,6 +35,23 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if windowed else None
+        self.tp_group = pg_collection.tp if pg_collection is not None else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        elif config.softmax_type != "vanilla":
+            raise ValueError(f"the torch layer spec has no softmax of type {config.softmax_type!r}")
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """For Megatron's checkpoints: the sinks are cut over tensor-parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = dict(tp_group=self.tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"))
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -60,13 +82,17 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out).index_select(0, plan.place)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, L, heads, D], [B, L, groups, D] twice -> [B, L, heads, D]; each of the B rows attends to itself."""
+        """[B, L, heads, D], [B, L, groups, D], [B, L, groups, Dv] -> [B, L, heads, Dv]; each row attends to itself."""
         length = query.size(1)
         mask = None
-        if self.window is not None and length > self.window:
+        if self.softmax_offset is not None or (self.window is not None and length > self.window):
             at = torch.arange(length, device=query.device)
             distance = at[:, None] - at[None, :]
-            mask = (distance >= 0) & (distance < self.window)
+            mask = (distance >= 0) & (distance < (self.window or length))
+        if self.softmax_offset is not None:
+            assert mask is not None
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return _attend_with_sinks(q, k, v, mask, self.softmax_offset, self.scale).transpose(1, 2)
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -77,6 +103,18 @@ class PackedAttention(torch.nn.Module):
             enable_gqa=query.size(2) != key.size(2),
         )
         return out.transpose(1, 2)
+
+
+def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """softmax over scores and one sink per head, computed in float32, without the sink's share: [B, heads, L, Dv].
+
+    query [B, heads, L, D], key and value [B, groups, L, D], mask [L, L] true where a token sees another, sinks [heads].
+    """
+    batch, heads, length, _ = query.shape
+    key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))
+    scores = (query @ key.mT).float().mul(scale).masked_fill(~mask, float("-inf"))
+    with_sink = torch.cat([scores, sinks.float()[:, None, None].expand(batch, heads, length, 1)], dim=-1)
+    return with_sink.softmax(-1)[..., :-1].to(value.dtype) @ value
 
 
 # Batching pays where a call costs more than its arithmetic, so long sequences stay alone and padding stays small.

@@ -175,6 +175,8 @@ def _adapt_module(module: Any, view: _CpuTorch) -> None:
     elif name == "megatron.core.distributed.param_and_grad_buffer":
         module.dist_reduce_scatter_func = _unless_alone(module.dist_reduce_scatter_func)
         module.dist_all_gather_func = _unless_alone(module.dist_all_gather_func)
+    elif name == "megatron.core.transformer.multi_latent_attention" and not isinstance(module.TELinear, type):
+        module.HAVE_TE = False  # type: ignore[attr-defined]  # Megatron's stand-in for Transformer Engine imports too
     elif name.startswith("megatron.core.transformer.moe"):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             module.maybe_move_tensor_to_cpu = _move_to_cpu

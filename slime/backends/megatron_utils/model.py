@@ -1,7 +1,8 @@
 """From config.json and flags to Megatron's model, DDP, optimizer and learning-rate schedule."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,13 +13,19 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils import device
 from slime.backends.megatron_utils.head import install_head
 from slime.backends.megatron_utils.parallel import virtual_pipeline_size
 from slime.backends.megatron_utils.rope import rope_frequencies
 from slime.backends.megatron_utils.spec import block_spec, uses_transformer_engine
+from slime.backends.megatron_utils.variants import (
+    activation_settings,
+    attention_settings,
+    check_runnable,
+    expert_settings,
+)
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
 from slime.utils.misc import load_function
@@ -26,39 +33,29 @@ from slime.utils.misc import load_function
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def transformer_config(args: Any, hf: HFConfig) -> TransformerConfig:
-    """Megatron's configuration of the model in `hf` under the layout in `args`. Raises ConfigError, naming the flag."""
+def transformer_config(args: Any, hf: HFConfig, *, structure_only: bool = False) -> TransformerConfig:
+    """Megatron's configuration of the model in `hf` under the layout in `args`. Raises ConfigError, naming the flag.
+
+    structure_only: for names and shapes; a model that could not run is fine then.
+    """
     check_layout(args, hf)
     te = uses_transformer_engine(args)
+    if not structure_only:
+        check_runnable(args, hf, te)
     dtype = _DTYPES[args.params_dtype]
-    moe: dict[str, Any] = {}
-    if hf.num_experts:
-        moe = dict(
-            num_moe_experts=hf.num_experts,
-            moe_router_topk=hf.num_experts_per_tok,
-            moe_ffn_hidden_size=hf.moe_intermediate_size,
-            moe_router_load_balancing_type="none",  # an auxiliary loss would bend the policy gradient
-            moe_aux_loss_coeff=0.0,
-            moe_router_dtype="fp32",
-            # softmax over the chosen experts equals softmax over all, then divided by the chosen ones' sum
-            moe_router_pre_softmax=not hf.raw.get("norm_topk_prob", True),
-            moe_grouped_gemm=te,
-            moe_permute_fusion=te,
-        )
-    return TransformerConfig(
+    kind = TransformerConfig if hf.latent is None else MLATransformerConfig
+    settings: dict[str, Any] = {"qk_layernorm": hf.qk_norm, **activation_settings(hf), **attention_settings(hf)}
+    rope_fusion = te and not settings.get("rotary_interleaved") and settings.get("rope_type") != "rope"
+    return kind(
         num_layers=hf.num_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=hf.head_dim,
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        activation_func=torch.nn.functional.silu,
         gated_linear_unit=True,
-        add_bias_linear=False,
         add_qkv_bias=hf.attention_bias,
-        qk_layernorm=hf.qk_norm,
         window_size=(hf.sliding_window - 1, 0) if hf.sliding_window else None,
         window_attn_skip_freq=_windowed_layers(hf),
         hidden_dropout=0.0,
@@ -93,9 +90,10 @@ def transformer_config(args: Any, hf: HFConfig) -> TransformerConfig:
         bias_activation_fusion=te,
         bias_dropout_fusion=te,
         masked_softmax_fusion=te,
-        apply_rope_fusion=te,
+        apply_rope_fusion=rope_fusion,
         persist_layer_norm=te,
-        **moe,
+        **settings,
+        **expert_settings(hf, te),
     )
 
 
@@ -109,7 +107,7 @@ def _finalize_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | Non
 
 
 def check_layout(args: Any, hf: HFConfig) -> None:
-    """Raises ConfigError when the model cannot be cut as the flags say, or has a part that we do not build."""
+    """Raises ConfigError when the model cannot be cut as the flags say."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
     if heads % tp or (groups % tp and tp % groups):
@@ -117,16 +115,15 @@ def check_layout(args: Any, hf: HFConfig) -> None:
             f"--tensor-model-parallel-size {tp}: must divide the model's {heads} attention heads, and divide or be a "
             f"multiple of its {groups} key-value heads"
         )
-    if hf.intermediate_size % tp:
+    if hf.dense_layers and hf.intermediate_size % tp:
         raise ConfigError(f"--tensor-model-parallel-size {tp} does not divide intermediate_size {hf.intermediate_size}")
+    etp = args.expert_tensor_parallel_size or tp
+    if hf.moe_layers and (hf.moe_intermediate_size or 0) % etp:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp} does not divide the experts' {hf.moe_intermediate_size}"
+        )
     if hf.num_layers % pp:
         raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers")
-    if hf.raw.get("attention_bias") or hf.raw.get("mlp_bias"):
-        raise ConfigError(
-            f"{hf.model_type}: attention_bias/mlp_bias true puts biases on output projections: not supported"
-        )
-    if hf.raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"{hf.model_type}: hidden_act {hf.raw['hidden_act']!r} is not supported, only silu")
 
 
 def _windowed_layers(hf: HFConfig) -> list[int] | None:
@@ -134,6 +131,8 @@ def _windowed_layers(hf: HFConfig) -> list[int] | None:
     types = hf.raw.get("layer_types")
     if types is not None:
         return [int(kind == "sliding_attention") for kind in types]
+    if hf.model_type == "gpt_oss":
+        return [1 - layer % 2 for layer in range(hf.num_layers)]
     full = hf.raw.get("max_window_layers")
     if full is not None and hf.sliding_window:
         return [int(layer >= full) for layer in range(hf.num_layers)]
@@ -166,6 +165,20 @@ def build_model(args: Any, hf: HFConfig, config: TransformerConfig | None = None
     return chunks
 
 
+def build_structure(args: Any, hf: HFConfig) -> GPTModel:
+    """The whole model as one rank would have it, without memory for its weights: names, shapes and how checkpoints keep
+    them, also of a model that cannot run here. args: --params-dtype, --make-vocab-size-divisible-by."""
+    args = args.replace(
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1,
+        sequence_parallel=False, transformer_impl="local", custom_model_provider_path=None,
+    )  # fmt: skip
+    config = transformer_config(args, hf, structure_only=True)
+    config.use_cpu_initialization, config.perform_initialization = True, False
+    with torch.device("meta"):
+        return _provider(args, hf, config)(pre_process=True, post_process=True)
+
+
 def _provider(args: Any, hf: HFConfig, config: TransformerConfig) -> Callable[..., GPTModel]:
     if args.custom_model_provider_path:
         return load_function(args.custom_model_provider_path)
@@ -173,7 +186,7 @@ def _provider(args: Any, hf: HFConfig, config: TransformerConfig) -> Callable[..
     def provide(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTModel:
         return GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(args, config, vp_stage),  # type: ignore[arg-type]
+            transformer_layer_spec=block_spec(args, config, vp_stage, post_norms=hf.model_type == "glm4"),  # type: ignore[arg-type]
             vocab_size=padded_vocab_size(args, hf),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=pre_process,
@@ -181,7 +194,7 @@ def _provider(args: Any, hf: HFConfig, config: TransformerConfig) -> Callable[..
             parallel_output=True,
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             position_embedding_type="rope",
-            rotary_percent=float(hf.raw.get("partial_rotary_factor", 1.0)),
+            rotary_percent=hf.rotary_fraction,
             rotary_base=int(hf.rope_theta),
             vp_stage=vp_stage,
         )
@@ -200,7 +213,8 @@ def wrap_model(args: Any, chunks: list[GPTModel]) -> list[DistributedDataParalle
     )
     wrapped = []
     for index, chunk in enumerate(chunks):
-        module = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
+        with _expert_biases_in_float32(chunk):
+            module = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
         ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         ddp.broadcast_params()
         wrapped.append(ddp)
@@ -209,6 +223,17 @@ def wrap_model(args: Any, chunks: list[GPTModel]) -> list[DistributedDataParalle
     if args.overlap_param_gather:
         config.param_sync_func = _one_or_list([ddp.start_param_sync for ddp in wrapped])
     return wrapped
+
+
+@contextlib.contextmanager
+def _expert_biases_in_float32(chunk: torch.nn.Module) -> Iterator[None]:
+    """Float16Module rounds buffers too; a bias that chooses experts must stay what the file says."""
+    biases = [
+        (module, module.expert_bias) for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
+    ]
+    yield
+    for module, bias in biases:
+        module.expert_bias = bias
 
 
 def _one_or_list(functions: list[Any]) -> Any:

@@ -1,8 +1,10 @@
 """RMSNorm of the torch layer spec: computed in float32, rounded once, and aware of sequence parallelism."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -49,3 +51,25 @@ class RMSNorm(torch.nn.Module):
         if x.is_cuda:
             return torch.nn.functional.rms_norm(x, (x.size(-1),), self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class LatentNorm(RMSNorm):
+    """The norms inside of DeepSeek's latent attention, whose eps is 1e-6 whatever config.json's rms_norm_eps says."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+class NormedResidual(torch.nn.Module):
+    """residual + RMSNorm(output), in the place where Megatron adds a part's output to the residual stream (GLM-4)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return residual + self.norm(output if bias is None else output + bias)
+
+        return add

@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.device import has_cuda
-from slime.backends.megatron_utils.norm import RMSNorm
+from slime.backends.megatron_utils.norm import LatentNorm, NormedResidual, RMSNorm
 from slime.config.errors import ConfigError
 
 
@@ -39,10 +40,27 @@ def uses_transformer_engine(args: Any) -> bool:
     return args.transformer_impl != "local" and has_transformer_engine()
 
 
-def block_spec(args: Any, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers that this pipeline stage (and virtual stage) builds, and the final norm."""
+def block_spec(
+    args: Any, config: TransformerConfig, vp_stage: int | None = None, *, post_norms: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers that this pipeline stage (and virtual stage) builds, and the final norm.
+
+    post_norms: the outputs of attention and MLP are normalised before they are added (GLM-4).
+    """
     if uses_transformer_engine(args):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        block = torch_block_spec(config, vp_stage)
+    for layer in block.layer_specs if post_norms else ():
+        parts = layer.submodules
+        parts.self_attn_bda, parts.mlp_bda = (ModuleSpec(NormedResidual, {"config": config}) for _ in range(2))
+        names = {f"{part}_bda.norm.": f"post_{part}_layernorm." for part in ("self_attn", "mlp")}
+        parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **names}
+    return block
+
+
+def torch_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this stage on plain torch."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [torch_layer_spec(config, moe=is_moe_layer(config, offset + i)) for i in range(count)]
@@ -64,32 +82,60 @@ def torch_layer_spec(config: TransformerConfig, moe: bool = False) -> ModuleSpec
     checkpoint written with one spec loads with the other.
     """
     backend = LocalSpecProvider()
-    head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
     mlp = get_mlp_module_spec_for_backend(
         backend=backend, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
     )
-    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.multi_latent_attention:
+        attention = _latent_attention(backend)
+        keys = {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
+    else:
+        attention = _self_attention(backend, config)
+        keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not moe:
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_linear(),
-                    core_attention=PackedAttention,  # type: ignore[arg-type]
-                    linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys,
+        ),
+    )
+
+
+def _self_attention(backend: LocalSpecProvider, config: TransformerConfig) -> ModuleSpec:
+    head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=PackedAttention,  # type: ignore[arg-type]
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _latent_attention(backend: LocalSpecProvider) -> ModuleSpec:
+    column: Any = backend.column_parallel_linear()
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=column,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=column,
+            linear_kv_up_proj=column,
+            core_attention=PackedAttention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=LatentNorm,
+            kv_layernorm=LatentNorm,
         ),
     )

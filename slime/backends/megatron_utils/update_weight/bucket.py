@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime.models.rows import Pieces
+from slime.models.rows import Pieces, Stack
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Bucket:
 
 
 def make_buckets(
-    weights: Iterable[tuple[str, Pieces]], max_bytes: int, space: Callable[[int], torch.Tensor] | None = None
+    weights: Iterable[tuple[str, Pieces | Stack]], max_bytes: int, space: Callable[[int], torch.Tensor] | None = None
 ) -> Iterator[Bucket]:
     """Buckets of at most `max_bytes`, one dtype each, so that every tensor starts aligned; a larger one goes alone.
 
     space(n): where to put a bucket of n bytes (uint8 [n]); None: new memory for each.
     """
-    batch: list[tuple[str, Pieces]] = []
+    batch: list[tuple[str, Pieces | Stack]] = []
     used = 0
     for name, pieces in weights:
         if batch and (used + pieces.nbytes > max_bytes or pieces.dtype != batch[0][1].dtype):
@@ -46,9 +46,9 @@ def make_buckets(
         yield _pack(batch, space, last=True)
 
 
-def _pack(batch: list[tuple[str, Pieces]], space: Callable[[int], torch.Tensor] | None, last: bool) -> Bucket:
+def _pack(batch: list[tuple[str, Pieces | Stack]], space: Callable[[int], torch.Tensor] | None, last: bool) -> Bucket:
     """Copies the tensors, which are then safe from later changes of the model."""
-    first = batch[0][1].parts[0]
+    first = batch[0][1]
     data = space(sum(p.nbytes for _, p in batch)) if space else None
     names, shapes = [name for name, _ in batch], [list(pieces.shape) for _, pieces in batch]
     bucket = empty_bucket(names, [dtype_name(first.dtype)] * len(batch), shapes, first.device, data, last=last)

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.update_weight.sent import Sent
 from slime.backends.sglang_utils.client import EngineClient, EngineEndpoint
 from slime.config.hf_config import HFConfig
 from slime.models.live import Ranks, iter_hf_batches
-from slime.models.rows import Pieces
+from slime.models.rows import Pieces, Stack
 
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor; SGLang takes the device's UUID in its place
 
@@ -91,7 +91,7 @@ class TensorSender:
             hand_over = functools.partial(self._hand_over, bucket, str(version))
             together(self._control, hand_over, "handing a bucket to the engines")
 
-    def _share(self, batch: list[tuple[str, Pieces]] | None, source: int) -> Bucket | None:
+    def _share(self, batch: list[tuple[str, Pieces | Stack]] | None, source: int) -> Bucket | None:
         """The source's batch on every rank; None when it has no more."""
         bucket = next(make_buckets(batch, 1 << 62), None) if batch else None
         meta: list[Any] = [(bucket.names, bucket.dtypes, bucket.shapes) if bucket else None]

@@ -1,0 +1,163 @@
+"""A Hugging Face folder into a distributed checkpoint, written file by file in the format of torch and Megatron."""
+
+import dataclasses
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from slime.backends.megatron_utils.convert.regions import Region, StoredParam, Structure
+from slime.models.check import count_non_finite
+from slime.models.hf_files import HFFolder, row_reader
+from slime.models.rows import PADDING, Pad, Rows, Run, fill, join, size, split
+from slime.models.table import Bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What one rank of the layout holds of a parameter. rows: where they come from; regions: the boxes they fill, one
+    after the other. rank: None when every rank holds it."""
+
+    bound: Bound
+    rank: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Rows
+    regions: tuple[Region, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def cut(param: StoredParam, tp: int, etp: int, vocab_multiple: int) -> list[Shard]:
+    """The shards of a parameter; one when it is on every rank. Raises ValueError when it does not divide.
+
+    vocab_multiple: the vocabulary is padded to a multiple of it times `tp`.
+    """
+    declared, regions = param.bound.param, param.regions
+    axis, rows = declared.form.axis, declared.shards(1)[0]
+    if any(isinstance(step, Pad) for step in declared.form.steps):
+        (region,), step = regions, vocab_multiple * tp
+        missing = -size(rows) % step
+        rows = join([rows, (Run(PADDING, 0, missing),)])
+        grown = (size(rows), *region.own_size[1:])
+        regions = (dataclasses.replace(region, shape=grown, size=grown),)
+    parts = (etp if declared.expert else tp) if declared.form.cut else 1
+    try:
+        cuts = [split(of_region, parts) for of_region in split(rows, len(regions))]
+    except ValueError as error:
+        raise ValueError(f"{param.bound.name} over {parts} tensor-parallel ranks: {error}") from None
+    out = []
+    for rank in range(parts):
+        mine = join([of_region[rank] for of_region in cuts])
+        shape = (*param.shape[:axis], size(mine), *param.shape[axis + 1 :])
+        boxes = tuple(region.part(axis, rank, parts) for region in regions)
+        out.append(Shard(param.bound, rank if parts > 1 else None, shape, param.dtype, mine, boxes))
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """results: where torch's writer put each item. faults: what is wrong with the numbers, one line per tensor."""
+
+    results: list[Any]
+    faults: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileUnit:
+    """One file of the checkpoint. objects: bytes by key, for what is no tensor."""
+
+    number: int
+    shards: tuple[Shard, ...]
+    objects: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+def start_writer(source: str, target: str) -> Callable[[FileUnit], Written]:
+    """The work of one process: writes files of the checkpoint in `target` from the folder `source`."""
+
+    def work(unit: FileUnit) -> Written:
+        folder = HFFolder(source)
+        planner = _LazyPlanner(folder, unit)
+        items = [_item(shard, region) for shard in unit.shards for region in shard.regions]
+        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in unit.objects]
+        writer = FileSystemWriter(target, thread_count=1)
+        # The number of a plan among all plans makes its file's name.
+        plan = writer.prepare_global_plan([SavePlan([])] * unit.number + [SavePlan(items)])[-1]
+        results = writer.write_data(plan, planner).wait()
+        return Written(results, planner.faults)
+
+    return work
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Reads a parameter when torch's writer wants it, and keeps one at a time."""
+
+    def __init__(self, folder: HFFolder, unit: FileUnit):
+        super().__init__()
+        self.folder, self.unit = folder, unit
+        self.where = {MetadataIndex(r.key, r.offset): (shard, r) for shard in unit.shards for r in shard.regions}
+        self.faults: list[str] = []
+        self._held: tuple[Shard, torch.Tensor] | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(self.unit.objects[write_item.index.fqn])
+        shard, region = self.where[write_item.index]
+        if self._held is None or self._held[0] is not shard:
+            self._held = None  # before the next one is read
+            self._held = (shard, self._read(shard))
+        axis, start = shard.bound.param.form.axis, 0
+        for other in shard.regions:
+            if other is region:
+                break
+            start += other.own_size[axis]
+        rows = self._held[1].narrow(axis, start, region.own_size[axis])
+        return rows.view(region.size) if rows.is_contiguous() else rows.reshape(region.size)
+
+    def _read(self, shard: Shard) -> torch.Tensor:
+        out = torch.empty(shard.shape, dtype=shard.dtype)
+        fill(out, shard.rows, shard.bound.param.form.axis, row_reader(self.folder, shard.bound))
+        if bad := count_non_finite(out):
+            where = "" if shard.rank is None else f", the part of rank {shard.rank}"
+            self.faults.append(f"{' + '.join(shard.bound.hf_names)}{where}: {bad} of {out.numel()} are NaN or infinite")
+        return out
+
+
+def _item(shard: Shard, region: Region) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.size))
+    data = TensorWriteData(chunk, TensorProperties(dtype=shard.dtype), torch.Size(region.shape))
+    return WriteItem(MetadataIndex(region.key, region.offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def finish(target: Path, structure: Structure, units: list[FileUnit], written: list[Written]) -> None:
+    """Writes what makes the files one checkpoint: torch's metadata, Megatron's, and the state that is no tensor."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in structure.objects}
+    for unit in units:
+        for shard in unit.shards:
+            for region in shard.regions:
+                new = TensorStorageMetadata(TensorProperties(dtype=shard.dtype), torch.Size(region.shape), [])
+                chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.size))
+                entries.setdefault(region.key, new).chunks.append(chunk)
+    writer = FileSystemWriter(target, thread_count=1)
+    writer.set_up_storage_writer(True)
+    writer.finish(Metadata(entries), [unit.results for unit in written])
+    torch.save({"world_size": 0}, target / "common.pt")
+    torch.save({}, target / "extra_state.pt")
+    save_config(CheckpointingConfig("torch_dist", 1), str(target))

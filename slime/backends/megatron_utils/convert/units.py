@@ -1,0 +1,125 @@
+"""Work cut into units that run in any order, in several processes, once: what is done is not done again."""
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from slime.config.errors import ConfigError
+
+T = TypeVar("T")
+_UNIT_BYTES = 256 * 1024**2  # work lost by a crash, and what a process holds at a time, unless one tensor is larger
+
+
+def group(items: Sequence[T], nbytes: Callable[[T], int], processes: int) -> list[list[T]]:
+    """Runs of items of up to 256 MiB each, in order; less where that would leave processes idle."""
+    total = sum(nbytes(item) for item in items)
+    limit = min(_UNIT_BYTES, max(1, total // (4 * processes)))
+    groups: list[list[T]] = []
+    used = limit
+    for item in items:
+        if used + nbytes(item) > limit or not groups:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += nbytes(item)
+    return groups
+
+
+class Journal:
+    """Remembers in a folder the results of finished units. plan: all that they depend on; another plan starts anew.
+
+    A unit counts when its result is written, and must have flushed its own output to the disk before.
+    """
+
+    def __init__(self, folder: Path, plan: Any):
+        self.folder = folder
+        digest = hashlib.blake2b(repr(plan).encode(), digest_size=16).hexdigest()
+        file = folder / "plan"
+        if not file.is_file() or file.read_text() != digest:
+            for left in folder.glob("*"):
+                left.unlink()
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(digest)
+            self.resumed = False
+        else:
+            self.resumed = True
+
+    def done(self) -> dict[int, Any]:
+        return {int(path.stem): pickle.loads(path.read_bytes()) for path in self.folder.glob("*.pkl")}
+
+    def add(self, number: int, result: Any) -> None:
+        temporary = self.folder / f"{number}.tmp"
+        temporary.write_bytes(pickle.dumps(result))
+        os.replace(temporary, self.folder / f"{number}.pkl")
+
+
+def run_units(
+    start: Callable[..., Any], start_args: tuple[Any, ...], units: Sequence[Any], nbytes: Sequence[int],
+    *, processes: int, title: str, journal: Journal | None = None,
+) -> list[Any]:  # fmt: skip
+    """Results of all units, in order. `start(*start_args)` makes, in each process, the function that does a unit.
+
+    nbytes: of each unit, for the progress bar. With one process everything happens in this one.
+    """
+    done = journal.done() if journal else {}
+    todo = [number for number in range(len(units)) if number not in done]
+    bar = tqdm(total=sum(nbytes), unit="B", unit_scale=True, desc=title, initial=sum(nbytes[i] for i in done))
+    with bar:
+        for number, result in _run(start, start_args, units, todo, min(processes, len(todo))):
+            if journal:
+                journal.add(number, result)
+            done[number] = result
+            bar.update(nbytes[number])
+    return [done[number] for number in range(len(units))]
+
+
+def _run(
+    start: Callable[..., Any], start_args: tuple[Any, ...], units: Sequence[Any], todo: Iterable[int], processes: int
+) -> Iterator[tuple[int, Any]]:
+    if processes <= 1:
+        work = start(*start_args)
+        for number in todo:
+            yield number, work(units[number])
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _begin, (start, start_args)) as pool:
+        pending = {pool.submit(_do, units[number]): number for number in todo}
+        try:
+            while pending:
+                finished, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    yield pending.pop(future), future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+_work: Callable[[Any], Any] | None = None  # of a worker process
+
+
+def _begin(start: Callable[..., Any], start_args: tuple[Any, ...]) -> None:
+    global _work
+    import torch
+
+    torch.set_num_threads(1)
+    _work = start(*start_args)
+
+
+def _do(unit: Any) -> Any:
+    assert _work is not None
+    return _work(unit)
+
+
+def raise_faults(faults: Iterable[str], what: str) -> None:
+    """Raises ConfigError that lists them, when there are any."""
+    found = list(faults)
+    if found:
+        more = [f"... and {len(found) - 20} more"] if len(found) > 20 else []
+        raise ConfigError(f"{what}:\n  " + "\n  ".join(found[:20] + more))

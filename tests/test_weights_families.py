@@ -1,0 +1,137 @@
+"""Each model family runs in Megatron: logits as transformers', and the same folder back, byte by byte."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_weights_megatron import TOKENS, assert_same_tensors, build, make_args, model_folder
+
+from slime.config.errors import ConfigError
+from slime.config.hf_config import parse_hf_config
+
+NEW = ("qwen2_moe", "mixtral", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe")
+
+
+def logits_and_folder(rank, world, port, cases):
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    from slime.backends.megatron_utils.data import pack
+    from slime.models import save_hf
+
+    out = []
+    for args, target in cases:
+        (model,), hf = build(args, rank, world, port)
+        save_hf([model], target, hf, args)
+        model.output_layer.deferred = False
+        tokens, positions, packed = pack([torch.tensor(t) for t in TOKENS])
+        with torch.no_grad():
+            logits = model(tokens, positions, None, packed_seq_params=packed)
+        out.append(logits[0].float().numpy())
+        destroy_model_parallel()
+    return out
+
+
+def reference_logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return torch.cat([reference(torch.tensor([tokens])).logits[0] for tokens in TOKENS])
+
+
+def folders(tmp_path, families):
+    return [model_folder(tmp_path / family, family, False, num_layers=3, num_experts=4) for family in families]
+
+
+def check(cases, shards):
+    for (args, target), *parts in zip(cases, *shards, strict=True):
+        assert_same_tensors(args.hf_checkpoint, target)
+        ours, theirs = torch.cat([torch.from_numpy(p) for p in parts], dim=-1), reference_logits(args.hf_checkpoint)
+        ours = ours[:, : theirs.shape[1]]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item(), msg=args.hf_checkpoint)
+
+
+def test_every_family_in_one_process(tmp_path):
+    cases = [(make_args(f, 1, 1, 1), f"{f}-out") for f in folders(tmp_path, NEW)]
+    check(cases, run_ranks(1, logits_and_folder, cases))
+
+
+def test_every_family_over_two_ranks(tmp_path):
+    """Tensor parallel, and experts over two ranks in half of them."""
+    cases = []
+    for i, folder in enumerate(folders(tmp_path, NEW)):
+        ep = 1 + (i % 2 and not folder.name.startswith("glm4"))
+        etp = 1 if ep == 2 or folder.name == "gpt_oss" else 2
+        changes = dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp, sequence_parallel=True)
+        cases.append((make_args(folder, 2, 2, 1, make_vocab_size_divisible_by=8, **changes), f"{folder}-out"))
+    check(cases, run_ranks(2, logits_and_folder, cases))
+
+
+def bf16_router_bias(rank, world, port, args):
+    from slime.backends.megatron_utils.model import wrap_model
+
+    chunks, _ = build(args, rank, world, port)
+    before = chunks[0].decoder.layers[1].mlp.router.expert_bias.clone()
+    wrap_model(args, chunks)
+    after = chunks[0].decoder.layers[1].mlp.router.expert_bias
+    return before.dtype, after.dtype, torch.equal(before, after), bool(before.any())
+
+
+def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path):
+    (folder,) = folders(tmp_path, ["deepseek_v3"])
+    args = make_args(folder, 1, 1, 1, params_dtype="bfloat16")
+    assert run_ranks(1, bf16_router_bias, args)[0] == (torch.float32, torch.float32, True, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "deepseek_v2",
+            dict(n_group=2, topk_group=1, topk_method="group_limited_greedy"),
+            "group_limited_greedy ranks",
+        ),
+        ("deepseek_v3", dict(norm_topk_prob=False), "norm_topk_prob must be true"),
+        ("deepseek_v3", dict(n_group=2, topk_group=2), "ranks groups by two experts only"),
+        ("deepseek_v3", dict(rope_interleave=False), "rope_interleave false is not supported"),
+        ("llama", dict(attention_bias=True), "biases on output projections: not supported"),
+        ("gpt_oss", dict(swiglu_alpha=1.5), "swiglu_alpha 1.5 is not supported"),
+    ],
+)
+def test_what_cannot_run_is_named_and_still_declared(family, changes, message):
+    from test_weights_algebra import config
+
+    from slime.backends.megatron_utils.variants import check_runnable
+    from slime.config import Args
+    from slime.models import model_table
+
+    hf = config(family, **changes)
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(Args(), hf, te=False)
+    assert model_table(hf).hf_shapes()
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+             original_max_position_embeddings=8192),
+        dict(rope_type="linear", factor=4.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096),
+        dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+             original_max_position_embeddings=4096),
+    ],
+    ids=["llama3", "linear", "yarn", "gpt_oss"],
+)  # fmt: skip
+def test_rope_scalings_are_those_of_transformers(scaling):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from slime.backends.megatron_utils.rope import attention_factor, rope_frequencies
+
+    sizes = dict(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072)
+    reference = LlamaConfig(**sizes, rope_parameters={**scaling, "rope_theta": 500000.0})
+    want, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](reference, "cpu")
+    raw = dict(model_type="llama", num_hidden_layers=1, intermediate_size=8, vocab_size=8, rope_theta=5e5, **sizes)
+    hf = parse_hf_config({**raw, "rope_scaling": scaling})
+    torch.testing.assert_close(rope_frequencies(hf), want, rtol=1e-6, atol=0)
+    assert attention_factor(hf) == pytest.approx(factor)
