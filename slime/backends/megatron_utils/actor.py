@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import checkpoint, data, device, train_step
+from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.model import (
     build_model,
@@ -50,6 +51,7 @@ class MegatronTrainActor:
         self._master = (master_addr, master_port)
         self._updater: WeightUpdater | None = None
         self._writer: CheckpointWriter | None = None
+        self._freezer: Freezer | None = None
         self._checkpoint: Path | None = None
 
     def init(self, args: Any, role: str = "actor") -> InitInfo:
@@ -239,7 +241,13 @@ class MegatronTrainActor:
         """
         if self._writer is None:
             self._writer = CheckpointWriter(self.args.save, self.args.keep_last, background=self.args.async_save)
-        state = checkpoint.checkpoint_state(self.model, self.optimizer, self.scheduler)
+            self._freezer = Freezer(self.optimizer) if self.args.async_save else None
+        self._writer.wait()  # the copies are still being read
+        parts = self.model, self.optimizer, self.scheduler
+        if self._freezer is not None and self._freezer.works and self._writer.checked:
+            state: Any = checkpoint.frozen_state(self._freezer, *parts)
+        else:
+            state = checkpoint.checkpoint_state(*parts)
         self._writer.save(rollout_id, state, extra_state, describe_run(self.args, self.hf.raw, extra_state))
         return str(self._writer.folder_of(rollout_id))
 

@@ -6,7 +6,7 @@ what is written, and back; `CheckpointWriter` (writer.py) writes it, in the back
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from slime.backends.megatron_utils import device
+from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.model import unwrap, use_fused_adam
 from slime.backends.megatron_utils.writer import EXTRA, CheckpointWriter
 from slime.config.errors import ConfigError
@@ -26,7 +27,14 @@ from slime.utils.checkpoint_folder import check_digests, check_sizes, latest_che
 # Of an optimizer's parameter group: what the flags say.
 _OF_FLAGS = ("betas", "eps", "max_lr", "min_lr", "lr_mult", "wd_mult")
 
-__all__ = ["checkpoint_state", "latest_checkpoint", "load_checkpoint", "load_extra_state", "save_checkpoint"]
+__all__ = [
+    "checkpoint_state",
+    "frozen_state",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_extra_state",
+    "save_checkpoint",
+]
 
 
 def save_checkpoint(
@@ -54,6 +62,25 @@ def checkpoint_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[s
     if optimizer is not None:
         materialise_adam(optimizer)
     return {**_state(model, optimizer, scheduler, with_rng=True), "world_size": dist.get_world_size()}
+
+
+def frozen_state(freezer: Freezer, model: list[Any], optimizer: Any, scheduler: Any) -> Callable[[], dict[str, Any]]:
+    """Copies what `checkpoint_state` is made of; the result makes it, in any thread, while training goes on."""
+    materialise_adam(optimizer)
+    state = {**_state(model, None, scheduler, with_rng=True), "world_size": dist.get_world_size()}
+    frozen, put_copies = (
+        freezer.optimizer(optimizer),
+        freezer.model({k: v for k, v in state.items() if k.startswith("model")}),
+    )
+    # Its groups exist on the host only, so one rank of each data-parallel group gathers, as Megatron can be told.
+    metadata = {**_metadata(), "distrib_optim_fully_reshardable_mem_efficient": True}
+
+    def finish() -> dict[str, Any]:
+        optimizer_state = frozen.sharded_state_dict(_chunks(state), is_loading=False, metadata=metadata)
+        put_copies()
+        return {**state, "optimizer": optimizer_state}
+
+    return finish
 
 
 def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, scheduler: Any | None = None) -> None:
@@ -109,23 +136,32 @@ def load_extra_state(path: Path) -> dict[str, Any]:
 def _state(
     model: list[Any], optimizer: Any, scheduler: Any, *, with_rng: bool, is_loading: bool = False
 ) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-    }
+    metadata = _metadata()
     state: dict[str, Any] = {
         f"model{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(model)
     }
     if optimizer is not None:
-        chunks = state["model0"] if len(model) == 1 else {k: v for k, v in state.items() if k.startswith("model")}
         with _whole_buckets(optimizer):
-            state["optimizer"] = optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+            state["optimizer"] = optimizer.sharded_state_dict(_chunks(state), is_loading=is_loading, metadata=metadata)
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     if with_rng:
         state["rng"] = ShardedObject("rng", _get_rng(), (dist.get_world_size(),), (dist.get_rank(),))
     return state
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _chunks(state: dict[str, Any]) -> dict[str, Any]:
+    """The model's part of a state, as optimizers want it."""
+    chunks = {key: value for key, value in state.items() if key.startswith("model")}
+    return chunks["model0"] if len(chunks) == 1 else chunks
 
 
 @contextlib.contextmanager

@@ -52,31 +52,41 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failed: str | None = None
         self._checked = False
-        self._host: dict[tuple[str, int], torch.Tensor] = {}  # kept: first touches of new pages cost more than a copy
+
+    @property
+    def checked(self) -> bool:
+        """Whether a state was given as it is at least once, which is when Megatron checks that all ranks agree."""
+        return self._checked
 
     def folder_of(self, step: int) -> Path:
         return self._root / checkpoint_name(step)
 
     def save(
-        self, step: int, state: dict[str, Any], extra_state: dict[str, Any] | None, run: dict[str, Any] | None = None
+        self,
+        step: int,
+        state: dict[str, Any] | Callable[[], dict[str, Any]],
+        extra_state: dict[str, Any] | None,
+        run: dict[str, Any] | None = None,
     ) -> None:
         """Writes `state` (a sharded state dict; used up) as the checkpoint of `step`.
 
-        extra_state: rank 0's is kept, anything picklable. run: JSON values for the manifest.
+        state: or, in the background, what makes it from copies (`checkpoint.frozen_state`). extra_state: rank 0's is
+        kept, anything picklable. run: JSON values for the manifest.
         """
         self.wait()
-        # Who writes what depends on the layout only, so it is checked once.
-        sharded, common = save_preprocess(state, not self._checked)
-        self._checked = True
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        if self._background:
-            self._copy_to_host(by_key)
-        tensors = mcore_to_pyt_state_dict(by_key, False)
-        plain = {"common.pt": _pickled(common), EXTRA: _pickled(extra_state or {})} if dist.get_rank() == 0 else {}
+        extra = _pickled(extra_state or {}) if dist.get_rank() == 0 else b""
+        # Who writes what depends on the layout only: it is checked once, and here, because Megatron's check talks in
+        # the groups that training uses.
+        if isinstance(state, dict):
+            ready = self._prepare(state, check=not self._checked)
+            self._checked = True
+
+        def prepare() -> tuple[Any, bytes]:
+            return ready if isinstance(state, dict) else self._prepare(state(), check=False)
 
         def work() -> None:
             try:
-                self._write(step, tensors, plain, run or {})
+                self._write(step, prepare, extra, run or {})
             except SaveError as error:
                 self._failed = str(error)
 
@@ -87,6 +97,16 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def _prepare(self, state: dict[str, Any], check: bool) -> tuple[Any, bytes]:
+        """(tensors as torch writes them, the pickled rest on rank 0)"""
+        sharded, common = save_preprocess(state, check)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        if check and self._background:
+            for parts in by_key.values():
+                for part in (p for p in parts if isinstance(p, ShardedTensor) and p.data is not None):
+                    part.data = part.data.detach().to("cpu", copy=True)
+        return mcore_to_pyt_state_dict(by_key, False), _pickled(common) if dist.get_rank() == 0 else b""
+
     def wait(self) -> None:
         """Returns when nothing is being written any more. Raises SaveError when the last checkpoint failed."""
         if self._thread is not None:
@@ -96,27 +116,15 @@ class CheckpointWriter:
         if failed is not None:
             raise SaveError(failed)
 
-    def _copy_to_host(self, by_key: dict[str, list[Any]]) -> None:
-        for key, parts in by_key.items():
-            for i, part in enumerate(parts):
-                if not isinstance(part, ShardedTensor) or part.data is None:
-                    continue
-                host = self._host.get((key, i))
-                if host is None or host.shape != part.data.shape or host.dtype != part.data.dtype:
-                    host = torch.empty(part.data.shape, dtype=part.data.dtype, pin_memory=part.data.is_cuda)
-                    self._host[key, i] = host
-                host.copy_(part.data.detach())
-                part.data = host
-
-    def _write(self, step: int, tensors: Any, plain: dict[str, bytes], run: dict[str, Any]) -> None:
+    def _write(self, step: int, prepare: Callable[[], tuple[Any, bytes]], extra: bytes, run: dict[str, Any]) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         path = partial_folder(self._root, step)
 
         def begin() -> None:
             if rank == 0:
                 start_partial(self._root, step)
-                for name, content in plain.items():
-                    write_synced(path / name, content)
+                write_synced(path / "common.pt", common)
+                write_synced(path / EXTRA, extra)
                 save_config(CheckpointingConfig("torch_dist", 1), str(path))
 
         def finish() -> None:
@@ -125,6 +133,7 @@ class CheckpointWriter:
                 commit(self._root, step, files, run, self._keep_last)
 
         try:
+            tensors, common = prepare()
             self._together(begin)
             # Megatron's own writer forks, and spawns a manager process that imports the entry module again: both go
             # wrong inside a Ray worker with gloo threads. The files are the same, and Megatron reads them.
