@@ -69,7 +69,7 @@ def test_resume_in_another_layout(model, tmp_path, then):
 
 def test_resume_from_a_background_save(model, tmp_path):
     """Training changes the weights while they are being written; the checkpoint has those of its step."""
-    args = make_args(model, **SCHEDULE, async_save=True)
+    args = make_args(model, **SCHEDULE, async_save=True, params_dtype="bfloat16")
     run, whole = resumed(2, tmp_path, args)
     assert_same_end(run, whole, rtol=0.0)
 

@@ -68,7 +68,7 @@ class Freezer:
         return frozen
 
     def _part(self, number: int, part: Any) -> Any:
-        tensors = {}
+        tensors: dict[Any, dict[str, torch.Tensor]] = {}
         for of_dtype in part.gbuf_ranges:
             for buckets in of_dtype.values():
                 for param in (p for bucket in buckets for p in bucket["param_map"]):

@@ -133,7 +133,9 @@ class CheckpointWriter:
                 commit(self._root, step, files, run, self._keep_last)
 
         try:
-            tensors, common = prepare()
+            prepared: list[tuple[Any, bytes]] = []
+            self._together(lambda: prepared.append(prepare()))
+            tensors, common = prepared.pop()
             self._together(begin)
             # Megatron's own writer forks, and spawns a manager process that imports the entry module again: both go
             # wrong inside a Ray worker with gloo threads. The files are the same, and Megatron reads them.
