@@ -10,6 +10,7 @@ groups, by the ledger and by comparison with the undisturbed run. bit_equal: all
 """
 
 import argparse
+import atexit
 import collections
 import dataclasses
 import json
@@ -171,13 +172,13 @@ def wait_for(moment: str, run: Run, rng: random.Random) -> bool:
         while run.alive():
             if holds():
                 return True
-            time.sleep(0.001)
+            time.sleep(0.004)
         return False
 
     if moment == "start":
         time.sleep(rng.uniform(0.5, 12.0))
         return run.alive()
-    wanted = run.steps() + rng.randint(1, 3)
+    wanted = run.steps() + rng.randint(1, 2)
     if not until(lambda: run.steps() >= wanted):
         return False
     if moment == "save":
@@ -207,7 +208,7 @@ def flags(options: argparse.Namespace, model: Path, data: Path) -> list[str]:
             "--disable-rewards-normalization", "--custom-rm-path", "benchmarks.resume_chaos.token_reward",
         ]  # fmt: skip
     return [
-        *common, "--actor-num-gpus-per-node", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "3",
+        *common, "--actor-num-gpus-per-node", str(options.ranks), "--rollout-batch-size", "4", "--n-samples-per-prompt", "3",
         "--partial-rollout", "--over-sampling-batch-size", "6", "--debug-train-only",
         "--rollout-function-path", "benchmarks.resume_chaos.scripted_rollout",
     ]  # fmt: skip
@@ -312,6 +313,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=["scripted", "engine"], default="scripted")
     parser.add_argument("--steps", type=int, help="rollouts of the run; default: enough for the kills")
     parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks of the scripted mode")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
     parser.add_argument(
         "--work",
@@ -320,7 +322,7 @@ def main() -> int:
         help="scratch folder; the undisturbed run in it is used again",
     )
     options = parser.parse_args()
-    options.steps = options.steps or 4 * options.kills + 4
+    options.steps = options.steps or 3 * options.kills + 4
     from tools.make_tiny_model import TinyModel, make_tiny_model
 
     work = options.work.resolve()
@@ -331,6 +333,8 @@ def main() -> int:
     reference, killed = (
         Run(work / name, flags(options, work / "model", work / "prompts.jsonl")) for name in ("reference", "killed")
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    atexit.register(lambda: [process.kill() for run in (reference, killed) for process in run.processes()])
     undisturbed(reference)
     print(f"undisturbed: {options.steps} steps, {time.monotonic() - started:.0f} s", flush=True)
     shutil.rmtree(killed.folder, ignore_errors=True)
