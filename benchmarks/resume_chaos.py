@@ -208,8 +208,8 @@ def flags(options: argparse.Namespace, model: Path, data: Path) -> list[str]:
             "--disable-rewards-normalization", "--custom-rm-path", "benchmarks.resume_chaos.token_reward",
         ]  # fmt: skip
     return [
-        *common, "--actor-num-gpus-per-node", str(options.ranks), "--rollout-batch-size", "4", "--n-samples-per-prompt", "3",
-        "--partial-rollout", "--over-sampling-batch-size", "6", "--debug-train-only",
+        *common, "--actor-num-gpus-per-node", str(options.ranks), "--rollout-batch-size", "4",
+        "--n-samples-per-prompt", "3", "--partial-rollout", "--over-sampling-batch-size", "6", "--debug-train-only",
         "--rollout-function-path", "benchmarks.resume_chaos.scripted_rollout",
     ]  # fmt: skip
 
