@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.model import (
     unwrap,
     wrap_model,
 )
+from slime.backends.megatron_utils.offload import TrainerMemory
 from slime.backends.megatron_utils.parallel import init_parallel
 from slime.backends.megatron_utils.update_weight import WeightUpdater
 from slime.backends.megatron_utils.writer import CheckpointWriter
@@ -90,8 +91,11 @@ class MegatronTrainActor:
                 start, self._checkpoint = rollout_id + 1, path
         if args.start_rollout_id is not None:
             start = args.start_rollout_id
+        self._memory = TrainerMemory(self.model, self.optimizer) if args.offload_train else None
         # All ranks measure at the same time, so each gets its share of a machine that they share.
         self._matmul_peak = measure_matmul_peak(device.current_device(), self.model[0].config.params_dtype)
+        if self._memory is not None:
+            self._memory.release("optimizer", "grads")  # the engines' first weights are sent next
         return InitInfo(
             start_rollout_id=start,
             dp_rank=self.ranks.dp_rank,
@@ -133,6 +137,19 @@ class MegatronTrainActor:
         Returns metrics: on the metrics rank the whole run's, elsewhere what that rank knows. Keys: `train/...` (mean
         over the rollout's steps; `train/steps`; the gap between trainer and engine) and `perf/..._time` in seconds.
         """
+        with self._on_device("optimizer", "grads"):
+            return self._train(rollout_id, rank_data)
+
+    @contextlib.contextmanager
+    def _on_device(self, *parts: str) -> Iterator[None]:
+        """With --offload-train: inside, the parameters and `parts` are on the device; afterwards `parts` are not."""
+        if self._memory is not None:
+            self._memory.restore("params", *parts)
+        yield
+        if self._memory is not None:
+            self._memory.release(*parts)
+
+    def _train(self, rollout_id: int, rank_data: Any) -> dict[str, float]:
         args, timers = self.args, _Timers()
         columns = data.to_device(rank_data.columns)
         columns["sample_denominators"] = list(rank_data.sample_denominators)
@@ -232,7 +249,8 @@ class MegatronTrainActor:
         """Pushes this version of the weights to the connected engines; the receipt, on the rank that has one."""
         if self._updater is None:
             raise RuntimeError("update_weights before connect_engines")
-        return self._updater.update(version)
+        with self._on_device("params"):  # the last who needs them before engines generate
+            return self._updater.update(version)
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> str:
         """Writes a checkpoint under --save; the next start continues with rollout_id + 1. Returns its path.
@@ -244,11 +262,12 @@ class MegatronTrainActor:
             self._freezer = Freezer(self.optimizer) if self.args.async_save else None
         self._writer.wait()  # the copies are still being read
         parts = self.model, self.optimizer, self.scheduler
-        if self._freezer is not None and self._freezer.works and self._writer.checked:
-            state: Any = checkpoint.frozen_state(self._freezer, *parts)
-        else:
-            state = checkpoint.checkpoint_state(*parts)
-        self._writer.save(rollout_id, state, extra_state, describe_run(self.args, self.hf.raw, extra_state))
+        with self._on_device("optimizer"):
+            if self._freezer is not None and self._freezer.works and self._writer.checked:
+                state: Any = checkpoint.frozen_state(self._freezer, *parts)
+            else:
+                state = checkpoint.checkpoint_state(*parts)
+            self._writer.save(rollout_id, state, extra_state, describe_run(self.args, self.hf.raw, extra_state))
         return str(self._writer.folder_of(rollout_id))
 
     def finish_save(self) -> None:
@@ -262,7 +281,8 @@ class MegatronTrainActor:
         Raises SaveError on every rank when it cannot be written.
         """
         try:
-            save_hf(self.model, folder, self.hf, self.args)
+            with self._on_device():
+                save_hf(self.model, folder, self.hf, self.args)
         except (OSError, RuntimeError) as error:
             raise SaveError(f"--save-hf {folder} could not be written: {error}") from error
 
