@@ -8,6 +8,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tools`
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """For `pytest -n 2 --dist loadgroup`: engine tests share one worker, and so one engine; files stay together."""
+    for item in items:
+        group = "engine" if item.get_closest_marker("engine") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """Folder of a random Qwen3 with tied embeddings. Its vocabulary and MLP are no multiples of what SGLang pads to."""
