@@ -129,6 +129,7 @@ def test_derived_layout(base):
         (["--use-tis", "--use-rollout-logprobs"], "choose one"),
         (["--sglang-tp-size", "2"], "use --rollout-num-gpus-per-engine"),
         (["--router-port", "3000"], "use --sglang-router-port"),
+        (["--eval-max-context-len", "129"], "is over --rollout-max-context-len 128"),
         (["--num-layers", "36"], "the model has 4 "),
         (["--rotary-base", "10000"], "the model has 12345.0 "),
     ],

@@ -181,6 +181,8 @@ def test_rollout_metrics_without_rewards_or_samples():
 def test_reward_key():
     out = rollout_metrics(Args(reward_key="acc"), [sample(0, 0, {"acc": 1.0}), sample(1, 0, {"acc": 0.0})])
     assert out["rollout/raw_reward"] == 0.5
+    out = rollout_metrics(Args(), [sample(0, 0, {"acc": 1.0})])  # the user's own post-processing knows what it means
+    assert "rollout/raw_reward" not in out and out["rollout/samples"] == 1
 
 
 def test_eval_metrics():

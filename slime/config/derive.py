@@ -55,6 +55,7 @@ def derive(args: Args, hf: HFConfig | None) -> Args:
         out["rollout_max_context_len"] = hf.max_position_embeddings
     context = args.rollout_max_context_len or out.get("rollout_max_context_len")
     if context is not None:
+        fill("eval_max_context_len", context)
         fill("rollout_max_prompt_len", context - 1)
     fill("eps_clip_high", args.eps_clip)
     fill("expert_tensor_parallel_size", args.tensor_model_parallel_size)

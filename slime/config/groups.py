@@ -351,6 +351,7 @@ class EvalArgs:
     eval_temperature: float | None = arg(None, "temperature; unset: as the rollout")
     eval_top_p: float | None = arg(None, "nucleus share; unset: as the rollout")
     eval_max_response_len: int | None = arg(None, "longest response; unset: as the rollout")
+    eval_max_context_len: int | None = arg(None, "longest prompt and response together; unset: as the rollout")
     skip_eval_before_train: bool = arg(False, "no evaluation before the first step")
 
 

@@ -190,6 +190,9 @@ def _rollout(args: Args) -> Iterator[str]:
                 yield str(error)
     if args.eval_prompt_data is not None and len(args.eval_prompt_data) % 2:
         yield "--eval-prompt-data takes pairs: name file [name file ...]"
+    context, eval_context = args.rollout_max_context_len, args.eval_max_context_len
+    if context and eval_context and eval_context > context:
+        yield f"--eval-max-context-len {eval_context} is over --rollout-max-context-len {context}, which engines are started with"
     if args.eval_interval and not args.eval_prompt_data:
         yield "--eval-interval needs --eval-prompt-data name file"
 

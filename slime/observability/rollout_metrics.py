@@ -46,7 +46,9 @@ def eval_metrics(args: Any, output: Any) -> dict[str, float]:
 
 
 def _reward_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    scored = [(s, s.get_reward_value(args)) for s in samples if s.reward is not None]
+    # A dict without --reward-key is for the user's own post-processing; no one number of it is the reward.
+    has_number = args.reward_key is not None or not any(isinstance(s.reward, dict) for s in samples)
+    scored = [(s, s.get_reward_value(args)) for s in samples if s.reward is not None and has_number]
     finite = [(s, r) for s, r in scored if math.isfinite(r)]
     if not finite:
         return {}

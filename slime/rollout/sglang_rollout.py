@@ -253,6 +253,8 @@ async def _eval_one(args: Any, state: GenerateState, name: str, file: str) -> di
     ):
         if value is not None:
             params[key] = value
+    if args.eval_max_context_len is not None:
+        args = args.replace(rollout_max_context_len=args.eval_max_context_len)
     count = args.n_samples_per_eval_prompt
     progress = progress_bar(args, len(dataset), f"eval {name}")
 
