@@ -19,16 +19,16 @@ def train(args: Args, layout: Layout) -> None:
     import ray
 
     from slime.observability.run_log import RunLog
+    from slime.ray.actor_critic import make_trainer
     from slime.ray.placement import place
     from slime.ray.rollout_manager import RolloutManager
-    from slime.ray.train_group import TrainGroup
 
     placement = place(args, layout)
     manager = RolloutManager.remote(args, layout, placement.engines)
     try:
         args = args.replace(num_rollout=ray.get(manager.num_rollout.remote()))
         engines = manager.start.remote()  # engines load while the trainer does
-        trainer = TrainGroup(args, layout, placement.trainer)
+        trainer = make_trainer(args, layout, placement)  # with the critic, if the run has one
         start = trainer.init()
         state = trainer.load_extra_state()
         ray.get(manager.load_state.remote(start, state))
@@ -53,7 +53,7 @@ def train(args: Args, layout: Layout) -> None:
                 if args.offload_rollout:
                     ray.get(manager.offload.remote())
                 with log.phase("train"):
-                    log.add(trainer.train(rollout_id, rollout.refs))
+                    log.add(trainer.train(rollout_id, rollout))
                 if due(args.save_interval if args.save else 0, rollout_id, last):
                     with log.phase("save"):
                         save(args, trainer, manager, log, rollout_id)

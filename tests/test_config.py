@@ -9,6 +9,7 @@ from slime.config import Args, ConfigError, load_args, make_layout
 from slime.config.hf_config import load_hf_config, parse_hf_config
 from slime.config.parse import build_parser, parse_args
 
+PPO, OPD = ["--advantage-estimator", "ppo"], ["--advantage-estimator", "on_policy_distillation"]
 TINY = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 24,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "vocab_size": 97,
@@ -102,6 +103,17 @@ def test_derived_layout(base):
     assert args.eps_clip_high == 0.28 and args.check_weights_interval == 1
 
 
+def test_layout_of_a_critic(base):
+    args = load_args([*base, *PPO, "--tp", "2", "--critic-num-gpus-per-node", "4"])
+    layout = make_layout(args)
+    assert (layout.world_size, layout.critic_world_size, layout.dp, layout.critic_dp) == (2, 4, 1, 2)
+    assert layout.trained_devices == 6 and layout.total_ranks == layout.processes == 7
+    assert args.critic_lr == args.lr
+    layout = make_layout(load_args([*base, *PPO, "--actor-num-gpus-per-node", "2", "--colocate-critic"]))
+    assert (layout.critic_dp, layout.trained_devices, layout.total_ranks, layout.processes) == (2, 2, 3, 5)
+    assert make_layout(load_args(base)).critic_world_size == make_layout(load_args(base)).critic_dp == 0
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -132,6 +144,26 @@ def test_derived_layout(base):
         (["--eval-max-context-len", "129"], "is over --rollout-max-context-len 128"),
         (["--num-layers", "36"], "the model has 4 "),
         (["--rotary-base", "10000"], "the model has 12345.0 "),
+        (["--loss-type", "value_loss"], "is the critic's own"),
+        (["--critic-load", "x"], "no effect: there is no critic"),
+        (["--num-critic-only-steps", "1"], "no effect: there is no critic"),
+        (["--colocate-critic"], "no effect: there is no critic"),
+        ([*PPO, "--num-critic-only-steps", "3"], "the actor would never train"),
+        ([*PPO, "--tp", "2", "--critic-num-gpus-per-node", "3"], "3 critic ranks .* no multiple of TP x PP x CP = 2"),
+        ([*PPO, "--colocate-critic", "--critic-num-gpus-per-node", "2"], "the critic has 2 ranks, the actor only 1"),
+        ([*PPO, "--value-clip", "0"], "must be above 0"),
+        ([*PPO, "--lambd", "1.5"], "must be in \\[0, 1\\]"),
+        (["--advantage-estimator", "maxrl", "--rm-type", "dapo"], "needs rewards in \\[0, 1\\]"),
+        (["--tis-mode", "mask"], "have no effect without --use-tis"),
+        (["--use-tis", "--tis-veto", "2"], "must be in .0, 1."),
+        (["--use-tis", "--tis-clip-low", "3"], "needed 0 <= low <= high"),
+        (["--opsm-delta", "-1"], "must not be negative"),
+        (OPD, "needs a teacher"),
+        (["--opd-kl-coef", "0.1"], "needs a teacher"),
+        ([*OPD, "--opd-teacher-load", ".", "--opd-teacher-url", "http://x/generate"], "two teachers"),
+        (["--opd-teacher-load", "."], "a teacher has no effect"),
+        ([*OPD, "--opd-teacher-load", ".", "--opd-kl-coef", "1"], "nothing else already"),
+        ([*OPD, "--opd-teacher-url", "http://x/generate", "--rollout-temperature", "0.6"], "taken for a lesson"),
     ],
 )
 def test_impossible_combinations_are_refused(base, more, message):

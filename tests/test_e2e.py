@@ -161,6 +161,38 @@ def test_an_engine_that_is_killed_comes_back_with_the_weights(folder):
 
 
 @pytest.mark.timeout(500)
+def test_ppo_with_a_critic_of_another_size(folder):
+    """One actor rank and two critic ranks, on saved samples: alone at first, then both, in one checkpoint folder."""
+    from slime.observability.samples import save_sample_dump
+    from slime.utils.types import Sample
+
+    for rollout_id in range(2):
+        samples = [
+            Sample(
+                index=i, group_index=i // 4, tokens=[5 + i, 6, 7 + rollout_id, *range(8, 9 + i % 5)],
+                response_length=1 + i % 5, reward=float(i % 3), status=Sample.Status.COMPLETED,
+            )
+            for i in range(12)
+        ]  # fmt: skip
+        save_sample_dump(str(folder / f"dump_{rollout_id}.pt"), samples)
+    run = Run(
+        folder, "--num-rollout", "2", "--run-dir", "ppo", "--load-debug-rollout-data", "dump_{rollout_id}.pt",
+        "--save", "ck_ppo", "--advantage-estimator", "ppo", "--critic-num-gpus-per-node", "2", "--critic-lr", "1e-2",
+        "--num-critic-only-steps", "1", "--num-steps-per-rollout", "2",
+    )  # fmt: skip
+    assert run.wait() == 0, run.log.read_text()[-6000:]
+    run.assert_nothing_left()
+    alone, both = lines(folder, "ppo")
+    assert "train/grad_norm" not in alone and both["train/grad_norm"] > 0
+    for step in (alone, both):
+        assert step["critic/steps"] == 2 and step["critic/grad_norm"] > 0 and step["critic/lr"] == 1e-2
+    assert alone["critic/value_mean"] == 0.0 and alone["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert both["critic/value_mean"] != 0.0
+    for name in ("iter_0000001/metadata.json", "critic/iter_0000001/metadata.json"):
+        assert (folder / "ck_ppo" / name).is_file()
+
+
+@pytest.mark.timeout(500)
 def test_a_reward_that_raises_stops_the_run_with_its_traceback(folder):
     run = Run(folder, "--num-rollout", "2", "--run-dir", "broken", "--custom-rm-path", "my_rewards.broken")
     assert run.wait() == 1

@@ -64,9 +64,11 @@ def test_mis_equals_slow_form(rows, level, mode, veto):
     assert ((weights != 0) <= (keep != 0)).all() and ((keep != 0) <= (t64(mask) != 0)).all()
 
 
-@pytest.mark.parametrize("function", [pu.vanilla_tis_function, pu.icepop_function, pu.mis_function])
+@pytest.mark.parametrize("function", [pu.vanilla_tis_function, pu.icepop_function, "sequence mask"])
 def test_hooks_ignore_masked_garbage_and_pass_no_gradient(function):
-    args = Args(tis_clip=2.0, tis_clip_low=0.5, extra={"mis_level": "sequence", "mis_mode": "mask"})
+    args = Args(tis_clip=2.0, tis_clip_low=0.5)
+    if function == "sequence mask":
+        function, args = pu.vanilla_tis_function, args.replace(tis_level="sequence", tis_mode="mask", tis_veto=1e-3)
     masks = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])]
 
     def run(garbage):
@@ -98,6 +100,12 @@ def test_icepop_drops_what_tis_truncates():
     assert tis.tolist() == [1.0, 2.0, 0.5] and tis_masks[0].tolist() == [1, 1, 1]
     assert pop.tolist() == [1.0, 0.0, 0.0] and pop_masks[0].tolist() == [1, 0, 0]
     assert metrics["tis_rejected"].tolist() == [0, 1, 1]
+    by_flags, flag_masks, _ = pu.vanilla_tis_function(**{**kw, "args": args.replace(tis_mode="mask")})
+    assert torch.equal(by_flags, pop) and torch.equal(flag_masks[0], pop_masks[0])
+    sequence, _, _ = pu.vanilla_tis_function(**{**kw, "args": args.replace(tis_level="sequence", tis_mode="truncate")})
+    assert sequence.tolist() == [1.0] * 3  # exp(0 + 1 - 1)
+    vetoed, masks, _ = pu.vanilla_tis_function(**{**kw, "args": args.replace(tis_veto=0.4)})
+    assert vetoed.tolist() == masks[0].tolist() == [0.0] * 3
 
 
 def test_bad_names_and_bounds():

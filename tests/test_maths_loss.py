@@ -93,6 +93,8 @@ VARIANTS = {
     "sft_per_token": dict(loss_type="sft_loss", calculate_per_token_loss=True),
     "value": dict(loss_type="value_loss", advantage_estimator="ppo"),
     "custom": dict(loss_type="custom_loss", custom_loss_path="slime_plugins.examples.custom_loss.loss_function"),
+    "mis": dict(use_tis=True, tis_level="geometric", tis_mode="mask", tis_clip=1.2, tis_clip_low=0.8, tis_veto=0.1),
+    "opsm": dict(use_opsm=True, opsm_delta=0.05),
     "icepop": dict(use_tis=True, custom_tis_function_path="slime.utils.importance.icepop_function", tis_clip=1.3),
 }
 
@@ -469,10 +471,24 @@ def test_estimators_take_their_own_flags():
     torch.testing.assert_close(whitened["returns"], want)
     distilled = estimate("on_policy_distillation")["advantages"]
     torch.testing.assert_close(distilled[0], data["teacher_log_probs"][0] - data["log_probs"][0])
-    mixed = estimate("grpo", extra={"opd_kl_coef": 0.3})["advantages"]
+    mixed = estimate("grpo", opd_kl_coef=0.3)["advantages"]
     torch.testing.assert_close(mixed[0], rewards[0] + 0.3 * distilled[0])
     engine = estimate("on_policy_distillation", use_rollout_logprobs=True)["advantages"]
     torch.testing.assert_close(engine[0], data["teacher_log_probs"][0] - data["rollout_log_probs"][0])
+
+
+def test_opsm_drops_bad_responses_that_drifted():
+    data = make_data()
+    plain, _, _ = run(base_args(), data)
+    none, metrics, _ = run(base_args(use_opsm=True, opsm_delta=100.0), data)
+    assert none == plain and metrics["opsm_masked_count"] == 0
+    data["log_probs"] = [x + 9.0 for x in data["log_probs"]]  # the policy moved away from all of them
+    dropped, metrics, _ = run(base_args(use_opsm=True, opsm_delta=0.5), data)
+    assert metrics["opsm_masked_count"] == sum(
+        r < 0 and m.sum() > 0 for r, m in zip(data["rewards"], data["loss_masks"], strict=True)
+    )
+    good = {**data, "rewards": [max(r, 0.0) for r in data["rewards"]]}
+    assert dropped == pytest.approx(run(base_args(), good)[0], rel=1e-6) and dropped != run(base_args(), data)[0]
 
 
 def test_cispo_clip_fractions_are_of_the_ratio():

@@ -60,6 +60,21 @@ def test_colocated_engines_share_the_trainers_devices(four_nodes):
 
 
 @pytest.mark.timeout(240)
+def test_a_critic_has_devices_of_its_own_or_the_actors(four_nodes):
+    ppo = dict(advantage_estimator="ppo", actor_num_nodes=1, rollout_num_gpus=8)
+    for changes, first in ((dict(), 8), (dict(colocate_critic=True), 0)):
+        args = gpu_args(**ppo, **changes)
+        placement = place(args, make_layout(args))
+        try:
+            order = placement.trainer + placement.critic * (first > 0) + placement.engines
+            assert len({b.index for b in order}) == len(order) == 16 + first
+            if first == 0:
+                assert placement.critic == placement.trainer
+        finally:
+            placement.remove()
+
+
+@pytest.mark.timeout(240)
 def test_a_wait_that_can_never_be_met_says_what_is_missing(four_nodes):
     args = gpu_args(actor_num_nodes=4, placement_timeout=2.0)
     with pytest.raises(ConfigError, match=r"needs 48 GPUs; the Ray cluster has 32 on 5 nodes"):

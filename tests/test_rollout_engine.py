@@ -5,6 +5,7 @@ import json
 import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.on_policy_distillation import score_with_teacher
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.http_utils import post
@@ -74,6 +75,22 @@ def test_a_rollout_has_the_models_log_probs(args):
     for sample in samples:
         check(args, sample)
         assert sample.tokens[: -sample.response_length] == GenerateState(args).prompt_ids(sample)
+
+
+def test_an_engine_as_teacher_scores_the_very_tokens(args, tiny_engine):
+    """The student's own engine as its teacher: the scores are the log-probs that it sampled with."""
+    taught = args.replace(
+        rollout_temperature=1.0, opd_teacher_url=f"{tiny_engine.url}/generate", rollout_max_prompt_len=16
+    )
+    GenerateState.clear_instances()
+    samples = [s for group in generate_rollout(taught, 0, RolloutDataSourceWithBuffer(taught)).samples for s in group]
+    GenerateState.clear_instances()
+    assert len(samples) == 4
+    for sample in samples:
+        assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
+    wrong = Sample(tokens=[5, 6, 7], response_length=0)
+    run(score_with_teacher(taught, wrong, taught.opd_teacher_url))
+    assert wrong.teacher_log_probs == []
 
 
 async def long_from_group_2(args, sample, sampling_params):

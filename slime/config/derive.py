@@ -8,7 +8,7 @@ from slime.config.args import Args
 from slime.config.hf_config import HFConfig
 
 _PATHS = (
-    "hf_checkpoint", "ref_load", "load", "save", "save_hf", "critic_load", "run_dir", "prompt_data",
+    "hf_checkpoint", "ref_load", "load", "save", "save_hf", "critic_load", "opd_teacher_load", "run_dir", "prompt_data",
     "save_debug_rollout_data", "load_debug_rollout_data",
 )  # fmt: skip
 

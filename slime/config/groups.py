@@ -28,6 +28,7 @@ class ClusterArgs:
     )
     critic_num_nodes: int | None = arg(None, "nodes of the critic; unset: as the actor")
     critic_num_gpus_per_node: int | None = arg(None, "critic ranks per node; unset: as the actor")
+    colocate_critic: bool = arg(False, "the critic runs on the actor's devices, beside it, instead of on its own")
     rollout_num_gpus: int | None = arg(
         None, "ranks of all engines together; unset: one engine, or as many as the trainer has when colocated on GPUs"
     )
@@ -296,13 +297,37 @@ class AlgorithmArgs:
     disable_rewards_normalization: bool = arg(False, "use raw rewards")
     calculate_per_token_loss: bool = arg(False, "average over all trained tokens of the step instead of per sample")
     use_rollout_logprobs: bool = arg(False, "take the engine's log-probs as the old policy's")
-    use_tis: bool = arg(False, "truncated importance sampling between engine and trainer")
+    use_tis: bool = arg(False, "weigh tokens by their importance ratio of trainer to engine, within bounds")
     tis_clip: float = arg(2.0, "upper bound of the TIS weight")
     tis_clip_low: float = arg(0.0, "lower bound of the TIS weight")
+    tis_level: str = arg(
+        "token",
+        "ratio of: each token; the whole response; the geometric mean over the response",
+        choices=["token", "sequence", "geometric"],
+    )
+    tis_mode: str = arg(
+        "clip",
+        "clip into the bounds; truncate at the upper one; mask: 0 outside them; reject: 1 inside, 0 outside",
+        choices=["truncate", "clip", "mask", "reject"],
+    )
+    tis_veto: float | None = arg(None, "drop a response that has a token with a ratio below this")
+    use_opsm: bool = arg(False, "off-policy sequence masking: drop bad responses that the policy has moved away from")
+    opsm_delta: float = arg(1e-4, "mean log-ratio of old to current policy from which --use-opsm drops a response")
     ref_load: str | None = arg(None, "reference model: Hugging Face folder or checkpoint; unset: --hf-checkpoint")
+    opd_teacher_load: str | None = arg(
+        None, "teacher of on-policy distillation, of the model's architecture: Hugging Face folder or checkpoint"
+    )
+    opd_teacher_url: str | None = arg(
+        None, "teacher of on-policy distillation of any size: /generate of a SGLang engine with the same tokenizer"
+    )
+    opd_kl_coef: float = arg(0.0, "weight of the distillation term added to the advantages of another estimator")
     num_critic_only_steps: int = arg(0, "rollouts at the start that train the critic only")
     critic_lr: float | None = arg(None, "learning rate of the critic; unset: --lr")
-    critic_load: str | None = arg(None, "checkpoint of the critic; unset: the actor's weights with a fresh head")
+    critic_load: str | None = arg(
+        None,
+        "first weights of the critic: a checkpoint (of an actor: with a fresh head) or a Hugging Face folder; "
+        "unset: the actor's first weights with a fresh head. A resumed run takes the critic out of --load",
+    )
     seed: int = arg(1234, "seed of initialisation and dropout")
 
 

@@ -197,3 +197,14 @@ def _moe_layers(raw: dict[str, Any], where: str) -> frozenset[int]:
 def _latent(need: Any, q_rank: int | None) -> LatentAttention:
     nope, rope, value = need("qk_nope_head_dim"), need("qk_rope_head_dim"), need("v_head_dim")
     return LatentAttention(q_rank, need("kv_lora_rank"), nope, rope, value)
+
+
+def check_same_model(own: HFConfig, other: HFConfig, folder: str | Path) -> None:
+    """Raises ConfigError unless `other`, read from `folder`, computes the same function of its weights as `own`."""
+    free = {"raw", "architectures", "torch_dtype", "max_position_embeddings"}
+    names = [f.name for f in dataclasses.fields(HFConfig) if f.name not in free]
+    wrong = [
+        f"{n} {getattr(other, n)} instead of {getattr(own, n)}" for n in names if getattr(own, n) != getattr(other, n)
+    ]
+    if wrong:
+        raise ConfigError(f"{folder}/config.json is another model than --hf-checkpoint: {', '.join(wrong)}")

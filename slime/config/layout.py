@@ -3,12 +3,13 @@
 import dataclasses
 
 from slime.config.args import Args
+from slime.config.critic import uses_critic
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Counts only. world_size: trainer ranks, 0 with --debug-rollout-only. engine_tp: ranks of one engine, which are
-    its own unless colocated."""
+    its own unless colocated. critic_world_size: ranks of the critic, 0 without one; TP, PP and CP are the actor's."""
 
     world_size: int
     tp: int
@@ -22,6 +23,19 @@ class Layout:
     samples_per_rollout: int
     global_batch_size: int
     steps_per_rollout: int
+    critic_world_size: int
+    colocate_critic: bool
+
+    @property
+    def critic_dp(self) -> int:
+        return self.critic_world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def trained_devices(self) -> int:
+        """Devices of actor and critic together."""
+        if self.colocate_critic:
+            return max(self.world_size, self.critic_world_size)
+        return self.world_size + self.critic_world_size
 
     @property
     def last_step_samples(self) -> int:
@@ -29,10 +43,15 @@ class Layout:
         return self.samples_per_rollout - (self.steps_per_rollout - 1) * self.global_batch_size
 
     @property
+    def processes(self) -> int:
+        """Processes that compute, whatever devices they share."""
+        return self.world_size + self.critic_world_size + self.num_engines * self.engine_tp
+
+    @property
     def total_ranks(self) -> int:
         """Devices (GPUs, or CPU processes) that the run claims."""
         engines = self.num_engines * self.engine_tp
-        return max(self.world_size, engines) if self.colocate else self.world_size + engines
+        return max(self.trained_devices, engines) if self.colocate else self.trained_devices + engines
 
 
 def make_layout(args: Args) -> Layout:
@@ -54,6 +73,8 @@ def make_layout(args: Args) -> Layout:
         samples_per_rollout=samples,
         global_batch_size=args.global_batch_size,
         steps_per_rollout=-(-samples // args.global_batch_size),
+        critic_world_size=args.critic_num_nodes * args.critic_num_gpus_per_node if world and uses_critic(args) else 0,
+        colocate_critic=args.colocate_critic,
     )
 
 

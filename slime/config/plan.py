@@ -63,6 +63,13 @@ def _ranks(args: Args, layout: Layout) -> str:
             tp, cp, dp, pp = rank_coordinates(layout, node * per_node + local)
             cells.append(f"{node * per_node + local}:t{tp}" + (f"c{cp}" if layout.cp > 1 else "") + f"d{dp}p{pp}")
         lines.append(f"  node {node}: " + "  ".join(cells))
+    if layout.critic_world_size:
+        where = "on the actor's devices" if layout.colocate_critic else "on devices of its own"
+        lines.append(
+            f"Critic: {layout.critic_world_size} ranks {where}, the actor's layout x DP {layout.critic_dp}, "
+            f"lr {args.critic_lr:g}"
+            + (f", alone in the first {args.num_critic_only_steps} rollouts" if args.num_critic_only_steps else "")
+        )
     if layout.tp > per_node:
         lines.append(f"  note: TP {layout.tp} is wider than a node of {per_node}: its collectives cross the network")
     return "\n".join(lines)
@@ -74,7 +81,7 @@ def _engines(args: Args, layout: Layout) -> str:
     where = "on the trainer's devices (--colocate)" if layout.colocate else "on devices of their own"
     lines = [f"Engines: {layout.num_engines} x TP {layout.engine_tp} {where}, {layout.total_ranks} devices in all"]
     if args.device == "cuda":
-        first = 0 if layout.colocate else layout.world_size
+        first = 0 if layout.colocate else layout.trained_devices
         for i in range(layout.num_engines):
             start = first + i * layout.engine_tp
             end = start + layout.engine_tp - 1

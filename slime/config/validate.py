@@ -5,6 +5,7 @@ from pathlib import Path
 
 from slime.config.architecture import disagreements
 from slime.config.args import Args
+from slime.config.critic import uses_critic
 from slime.config.engine_options import RESERVED_ROUTER, RESERVED_SERVER, overlay, router_options, server_options
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
@@ -12,7 +13,17 @@ from slime.config.hf_config import HFConfig
 
 def validate(args: Args, hf: HFConfig | None) -> None:
     """Raises one ConfigError that lists every problem, a line each."""
-    problems = [*_sizes(args), *_layout(args, hf), *_batch(args), *_algorithm(args), *_rollout(args), *_files(args)]
+    checks = (
+        _sizes(args),
+        _layout(args, hf),
+        _batch(args),
+        _algorithm(args),
+        _critic(args),
+        _teacher(args),
+        _rollout(args),
+        _files(args),
+    )
+    problems = [problem for check in checks for problem in check]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -155,10 +166,79 @@ def _algorithm(args: Args) -> Iterator[str]:
             f"--advantage-estimator {args.advantage_estimator} compares samples of one prompt: with --n-samples-per-prompt 1 "
             "every advantage is 0; raise it or give --disable-rewards-normalization"
         )
-    if args.advantage_estimator == "ppo" and args.loss_type == "policy_loss":
-        yield "--advantage-estimator ppo needs a critic, which this version does not train yet; use grpo, rloo or reinforce_plus_plus"
+    changed = (args.tis_level, args.tis_mode, args.tis_veto) != ("token", "clip", None)
+    if changed and not (args.use_tis and not args.custom_tis_function_path):
+        yield "--tis-level, --tis-mode and --tis-veto have no effect without --use-tis, or with a function of your own for it"
+    if not 0 <= args.tis_clip_low <= args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} and --tis-clip {args.tis_clip}: needed 0 <= low <= high"
+    if args.tis_veto is not None and not 0 < args.tis_veto < 1:
+        yield f"--tis-veto {args.tis_veto} must be in (0, 1): it is a ratio that no sound token falls below"
+    if args.use_tis and args.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout":
+        yield "--use-tis needs the engine's log-probs, which the rollout function of fine-tuning does not have"
+    if args.opsm_delta < 0:
+        yield f"--opsm-delta {args.opsm_delta} must not be negative"
+    if args.advantage_estimator in ("maxrl", "tailrl") and args.rm_type == "dapo" and not args.custom_rm_path:
+        yield f"--advantage-estimator {args.advantage_estimator} needs rewards in [0, 1], --rm-type dapo gives -1 and 1; use math"
+    if args.loss_type == "value_loss":
+        yield "--loss-type value_loss is the critic's own: give --advantage-estimator ppo, which trains one"
     if args.calculate_per_token_loss and args.custom_pg_loss_reducer_function_path:
         yield "--calculate-per-token-loss and --custom-pg-loss-reducer-function-path both define the aggregation; choose one"
+
+
+def _teacher(args: Args) -> Iterator[str]:
+    distils = args.advantage_estimator == "on_policy_distillation"
+    given = args.opd_teacher_load or args.opd_teacher_url
+    by_user = (
+        args.custom_generate_function_path or args.custom_rm_path or args.load_debug_rollout_data
+        or args.custom_advantage_function_path or args.custom_convert_samples_to_train_data_path
+        or not args.rollout_function_path.startswith("slime.")
+    )  # fmt: skip
+    if args.loss_type == "policy_loss" and (distils or args.opd_kl_coef) and not (given or by_user):
+        what = "--advantage-estimator on_policy_distillation" if distils else f"--opd-kl-coef {args.opd_kl_coef}"
+        yield f"{what} needs a teacher: --opd-teacher-load, --opd-teacher-url, or Sample.teacher_log_probs by your hooks"
+    if args.opd_teacher_load and args.opd_teacher_url:
+        yield "--opd-teacher-load and --opd-teacher-url are two teachers: choose one"
+    if given and args.loss_type == "policy_loss" and not (distils or args.opd_kl_coef or by_user):
+        yield "a teacher has no effect without --advantage-estimator on_policy_distillation or --opd-kl-coef"
+    if distils and args.opd_kl_coef:
+        yield "--opd-kl-coef adds distillation to another estimator; on_policy_distillation is nothing else already"
+    if args.opd_teacher_url and args.rollout_temperature != 1:
+        yield (
+            f"--opd-teacher-url: engines score at temperature 1, the student at --rollout-temperature "
+            f"{args.rollout_temperature}: the difference would be taken for a lesson; use 1, or --opd-teacher-load"
+        )
+
+
+def _critic(args: Args) -> Iterator[str]:
+    if not uses_critic(args):
+        for name in ("critic_load", "num_critic_only_steps", "colocate_critic"):
+            if getattr(args, name):
+                yield f"--{name.replace('_', '-')} has no effect: there is no critic without --advantage-estimator ppo"
+        return
+    replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    world = args.critic_num_nodes * args.critic_num_gpus_per_node
+    if world < 1 or world % replica:
+        yield (
+            f"layout: {world} critic ranks (--critic-num-nodes {args.critic_num_nodes} x --critic-num-gpus-per-node "
+            f"{args.critic_num_gpus_per_node}) are no multiple of TP x PP x CP = {replica}, which the critic shares"
+        )
+    actor = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.colocate_critic and world > actor:
+        yield f"--colocate-critic: the critic has {world} ranks, the actor only {actor} devices to share"
+    if args.critic_lr < 0:
+        yield f"--critic-lr is {args.critic_lr}: it must not be negative"
+    if args.value_clip <= 0:
+        yield f"--value-clip {args.value_clip} must be above 0: at 0 the values could never move"
+    if args.num_critic_only_steps < 0:
+        yield f"--num-critic-only-steps is {args.num_critic_only_steps}: it must not be negative"
+    if args.num_rollout is not None and args.num_critic_only_steps >= args.num_rollout:
+        yield (
+            f"--num-critic-only-steps {args.num_critic_only_steps}: the actor would never train in the "
+            f"{args.num_rollout} rollouts of --num-rollout"
+        )
+    for name in ("gamma", "lambd"):
+        if not 0 <= getattr(args, name) <= 1:
+            yield f"--{name} is {getattr(args, name)}: it must be in [0, 1]"
 
 
 def _rollout(args: Args) -> Iterator[str]:

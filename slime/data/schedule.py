@@ -53,11 +53,15 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class RankData:
-    """What travels to one data-parallel rank: its samples' columns (`slime.data.batch`) and its steps."""
+    """What travels to one data-parallel rank: its samples' columns (`slime.data.batch`) and its steps.
+
+    samples: the number of each in the rollout, by which groups of other data-parallel sizes know it.
+    """
 
     columns: dict[str, list[Any]]
     steps: list[RankStep]
     sample_denominators: list[float]
+    samples: list[int]
 
 
 def make_schedule(
@@ -114,7 +118,7 @@ def split_for_ranks(columns: dict[str, list[Any]], schedule: Schedule) -> list[R
             for step in schedule.steps
         ]
         own = {name: [values[i] for i in mine] for name, values in columns.items()}
-        out.append(RankData(own, steps, [schedule.sample_denominators[i] for i in mine]))
+        out.append(RankData(own, steps, [schedule.sample_denominators[i] for i in mine], mine))
     return out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 # The phases that a step's time is divided into; the rest is `other`.
 PHASES = ("generate", "score", "log_probs", "train", "sync", "save", "eval")
 # Passes that count as `log_probs`.
-_LOG_PROBS = ("ref_log_probs", "teacher_log_probs")
+_LOG_PROBS = ("ref_log_probs", "teacher_log_probs", "critic_values")
 
 
 class PhaseTimer:

@@ -18,11 +18,12 @@ PROCESSES_PER_CORE = 4
 def check_local_cores(args: Args, layout: Layout, cores: int | None = None) -> None:
     """Raises ConfigError when a local CPU run would start more processes than this machine can turn over."""
     cores = cores or len(os.sched_getaffinity(0))
-    if args.device == "cpu" and layout.total_ranks > cores * PROCESSES_PER_CORE:
+    if args.device == "cpu" and layout.processes > cores * PROCESSES_PER_CORE:
+        trainers = layout.world_size + layout.critic_world_size
         raise ConfigError(
-            f"layout: {layout.world_size} trainer ranks and {layout.num_engines} engines are too many for {cores} "
-            f"cores (at most {cores * PROCESSES_PER_CORE} processes); lower TP x PP x CP, --actor-num-gpus-per-node "
-            "or --rollout-num-gpus, or give --ray-address of a cluster"
+            f"layout: {trainers} trainer ranks and {layout.num_engines} engines are too many for {cores} cores (at "
+            f"most {cores * PROCESSES_PER_CORE} processes); lower TP x PP x CP, --actor-num-gpus-per-node or "
+            "--rollout-num-gpus, or give --ray-address of a cluster"
         )
 
 

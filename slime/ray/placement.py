@@ -30,10 +30,12 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Bundles of trainer ranks (in rank order) and of engine ranks (engine by engine); the same ones when colocated."""
+    """Bundles of trainer ranks and critic ranks (in rank order) and of engine ranks (engine by engine); the same ones
+    when colocated."""
 
     group: PlacementGroup
     trainer: list[Bundle]
+    critic: list[Bundle]
     engines: list[Bundle]
 
     def remove(self) -> None:
@@ -48,11 +50,13 @@ def place(args: Args, layout: Layout) -> Placement:
     _wait(group, layout.total_ranks, kind, args.placement_timeout)
     bundles = _sorted_bundles(group, layout.total_ranks, kind)
     trainer = bundles[: layout.world_size]
-    start = 0 if layout.colocate else layout.world_size
+    start = 0 if layout.colocate_critic else layout.world_size
+    critic = bundles[start : start + layout.critic_world_size]
+    start = 0 if layout.colocate else layout.trained_devices
     engines = bundles[start : start + layout.num_engines * layout.engine_tp]
     if kind == "GPU":
-        _check_nodes(args, layout, trainer, engines)
-    return Placement(group, trainer, engines)
+        _check_nodes(args, layout, trainer + critic, engines)
+    return Placement(group, trainer, critic, engines)
 
 
 def _wait(group: PlacementGroup, count: int, kind: str, timeout: float) -> None:

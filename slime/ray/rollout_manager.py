@@ -14,10 +14,14 @@ from slime.ray.placement import Bundle
 
 @dataclasses.dataclass(frozen=True)
 class RolloutOutput:
-    """refs: one object reference of RankData per data-parallel rank. metrics: numbers of the step's log."""
+    """refs: one object reference of RankData per data-parallel rank. metrics: numbers of the step's log.
+
+    critic_refs: the same for the critic's ranks, the very same objects where it has as many; empty without a critic.
+    """
 
     refs: list[Any]
     metrics: dict[str, float]
+    critic_refs: list[Any]
 
 
 class _RolloutManager:
@@ -96,11 +100,17 @@ class _RolloutManager:
         metrics.update(self._log_samples(rollout_id, samples, metrics, time.monotonic() - started))
         self._save_debug(rollout_id, samples)
         if self._layout.world_size == 0:
-            return RolloutOutput([], metrics)
-        data, schedule_metrics = self._to_rank_data(samples)
-        metrics.update(schedule_metrics)
+            return RolloutOutput([], metrics, [])
+        columns = self._to_columns(samples)
+        data, steps = self._to_rank_data(columns, self._layout.dp)
+        refs = [ray.put(d) for d in data]
+        critic_dp = self._layout.critic_dp
+        critic_refs = refs[:critic_dp]
+        if critic_dp not in (0, self._layout.dp):
+            critic_refs = [ray.put(d) for d in self._to_rank_data(columns, critic_dp)[0]]
+        metrics |= {"rollout/samples": float(len(samples)), "train/optimizer_steps": float(steps)}
         metrics["perf/rollout_total_time"] = time.monotonic() - started
-        return RolloutOutput([ray.put(d) for d in data], metrics)
+        return RolloutOutput(refs, metrics, critic_refs)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         from slime.config.hooks import load_hook
@@ -155,22 +165,25 @@ class _RolloutManager:
         state = {"random": random.getstate(), "numpy": np.random.get_state()}
         return {**state, "data": self._source.state_dict()} if hasattr(self._source, "state_dict") else state
 
-    def _to_rank_data(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
+    def _to_columns(self, samples: list[Any]) -> dict[str, list[Any]]:
         from slime.config.hooks import load_hook
         from slime.data.batch import samples_to_columns
-        from slime.data.schedule import make_schedule, split_for_ranks
 
         convert = load_hook(self._args, "custom_convert_samples_to_train_data_path")
-        columns = convert(self._args, samples) if convert is not None else samples_to_columns(self._args, samples)
+        return convert(self._args, samples) if convert is not None else samples_to_columns(self._args, samples)
+
+    def _to_rank_data(self, columns: dict[str, list[Any]], dp_size: int) -> tuple[list[Any], int]:
+        """The share of each of `dp_size` data-parallel ranks, and the number of optimizer steps."""
+        from slime.data.schedule import make_schedule, split_for_ranks
+
         schedule = make_schedule(
             self._args,
             total_lengths=columns["total_lengths"],
             trained_tokens=[int(m.sum()) for m in columns["loss_masks"]],
             rollout_ids=columns["rollout_ids"],
-            dp_size=self._layout.dp,
+            dp_size=dp_size,
         )
-        metrics = {"rollout/samples": float(len(samples)), "train/optimizer_steps": float(len(schedule.steps))}
-        return split_for_ranks(columns, schedule), metrics
+        return split_for_ranks(columns, schedule), len(schedule.steps)
 
     def _log_samples(self, rollout_id: int, samples: list[Any], metrics: dict, seconds: float) -> dict[str, float]:
         from slime.config.hooks import load_hook

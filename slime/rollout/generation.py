@@ -17,6 +17,7 @@ from typing import Any
 
 from slime.config.hooks import load_by_path
 from slime.rollout.base_types import RolloutError
+from slime.rollout.on_policy_distillation import score_with_teacher
 from slime.rollout.rm_hub import async_rm, batched_async_rm, has_reward
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import FIRST_PAUSE, LONGEST_PAUSE, PAUSE_GROWTH, init_http_client, num_engines, post
@@ -152,7 +153,13 @@ async def generate_and_rm(
                 result = await _generate_one(args, sample, sampling_params, evaluation)
             state.tally.generated_tokens += sum(s.response_length for s in _as_list(result)) - before
             state.tally.last_generated = time.monotonic()
-    if args.group_rm or any(s.status is Sample.Status.ABORTED for s in _as_list(result)):
+    if any(s.status is Sample.Status.ABORTED for s in _as_list(result)):
+        return result
+    if args.opd_teacher_url and not evaluation:
+        untaught = [s for s in _as_list(result) if s.teacher_log_probs is None]
+        with _blame(sample, "asking the teacher about"):
+            await _timed(state, gather_or_cancel(score_with_teacher(args, s, args.opd_teacher_url) for s in untaught))
+    if args.group_rm:
         return result
     unscored = [s for s in _as_list(result) if s.reward is None]
     if unscored:

@@ -3,7 +3,7 @@
 For each trained token the weight starts from exp(log pi_trainer,old - log pi_engine). It is detached: it scales a
 loss, and nothing is learned through it. The log-ratio is clamped to +-20 before exp.
 
-The three `*_function`s have the signature of `--custom-tis-function-path` and return (pg_loss, masks, metrics): the
+The `*_function`s have the signature of `--custom-tis-function-path` and return (pg_loss, masks, metrics): the
 weighted per-token loss [sum R], the masks that are left, one [R_i] per sample, and metrics per token. A rejected token
 stays in the denominators, which belong to the whole step: it counts as a token whose loss is 0.
 """
@@ -89,7 +89,16 @@ def vanilla_tis_function(
     loss_masks: Sequence[Tensor],
     **kwargs: Any,
 ) -> Hooked:
-    """What --use-tis does: the token's ratio clamped to [--tis-clip-low, --tis-clip]."""
+    """What --use-tis does: `mis_weights` with --tis-level, --tis-mode, [--tis-clip-low, --tis-clip] and --tis-veto.
+
+    By default the token's ratio clamped to that range.
+    """
+    if (args.tis_level, args.tis_mode, args.tis_veto) != ("token", "clip", None):
+        weights, keep = mis_weights(
+            train_log_probs, rollout_log_probs, loss_masks, level=args.tis_level, mode=args.tis_mode,
+            lower=args.tis_clip_low, upper=args.tis_clip, veto=args.tis_veto,
+        )  # fmt: skip
+        return _apply(pg_loss, weights, keep, loss_masks)
     train, rollout, mask = _concat(train_log_probs, rollout_log_probs, loss_masks)
     weight, clipped = tis_weights(train, rollout, args.tis_clip_low, args.tis_clip)
     metrics = {"tis": weight, "tis_clipfrac": clipped, "tis_abs": (weight - 1).abs()}
@@ -108,32 +117,6 @@ def icepop_function(
     """IcePop (Ling team, 2025): the token's ratio inside [--tis-clip-low, --tis-clip], 0 outside."""
     weights, keep = mis_weights(
         train_log_probs, rollout_log_probs, loss_masks, mode="mask", lower=args.tis_clip_low, upper=args.tis_clip
-    )
-    return _apply(pg_loss, weights, keep, loss_masks)
-
-
-def mis_function(
-    *,
-    args: Any,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **kwargs: Any,
-) -> Hooked:
-    """`mis_weights`, set by keys of --custom-config-path: mis_level, mis_mode, mis_lower, mis_upper, mis_veto.
-
-    Unset: token, truncate, --tis-clip-low, --tis-clip, no veto.
-    """
-    weights, keep = mis_weights(
-        train_log_probs,
-        rollout_log_probs,
-        loss_masks,
-        level=getattr(args, "mis_level", "token"),
-        mode=getattr(args, "mis_mode", "truncate"),
-        lower=getattr(args, "mis_lower", args.tis_clip_low),
-        upper=getattr(args, "mis_upper", args.tis_clip),
-        veto=getattr(args, "mis_veto", None),
     )
     return _apply(pg_loss, weights, keep, loss_masks)
 

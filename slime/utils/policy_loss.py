@@ -72,7 +72,10 @@ def compute_cispo_loss(
 
 def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
     """max((V - ret)^2, (V_old + clip(V - V_old, +-value_clip) - ret)^2) / 2, and where the clipped form was larger."""
-    clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    moved = values - old_values
+    # Inside the bounds the clipped form is the value itself: old + (new - old) would differ from it by rounding, and
+    # the indicator with it.
+    clipped = torch.where(moved.abs() <= value_clip, values, old_values + moved.clamp(-value_clip, value_clip))
     plain_loss, clipped_loss = (values - returns).square(), (clipped - returns).square()
     return torch.maximum(plain_loss, clipped_loss) / 2, (clipped_loss > plain_loss).float()
 

@@ -19,7 +19,7 @@ from slime.utils.advantages import (
     get_token_rewards,
     vanilla_gae,
 )
-from slime.utils.importance import icepop_function, mis_function, mis_weights, tis_weights, vanilla_tis_function
+from slime.utils.importance import icepop_function, mis_weights, tis_weights, vanilla_tis_function
 from slime.utils.kl import compute_approx_kl
 from slime.utils.masked import SumOfSampleMean, masked_mean, masked_sum, select, whiten
 from slime.utils.policy_loss import (
@@ -71,7 +71,6 @@ __all__ = [
     "masked_sum",
     "maxrl",
     "memory_advantages",
-    "mis_function",
     "mis_weights",
     "rloo",
     "select",

@@ -56,9 +56,9 @@ def check_start(args: Args) -> list[str]:
     for flag, folder in (("--run-dir", args.run_dir), ("--save", args.save), ("--save-hf", args.save_hf)):
         if folder is not None:
             _check_writable(flag, Path(folder).parent if flag == "--save-hf" else Path(folder))
-    for flag, folder in (("--load", args.load), ("--ref-load", args.ref_load)):
-        if folder is not None:
-            _check_source(flag, Path(folder), args)
+    for name in ("load", "ref_load", "critic_load", "opd_teacher_load"):
+        if (folder := getattr(args, name)) is not None:
+            _check_source(_flag(name), Path(folder), args)
     found = latest_checkpoint(args.load)
     manifest = read_manifest(found[0]) if found else None
     if found is None or manifest is None or args.finetune:
@@ -108,7 +108,7 @@ def _check_source(flag: str, folder: Path, args: Args) -> None:
     if is_hf_folder(folder):
         return
     files = sorted(p.name for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
-    if files or (flag == "--ref-load" and folder.resolve() != Path(args.hf_checkpoint).resolve()):
+    if files or (flag != "--load" and folder.resolve() != Path(args.hf_checkpoint).resolve()):
         raise ConfigError(
             f"{flag} {folder}: neither a checkpoint of slime or Megatron nor a Hugging Face folder "
             f"({'it holds ' + ', '.join(files[:3]) if files else 'no such folder, or it is empty'})"

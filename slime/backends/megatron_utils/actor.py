@@ -2,16 +2,17 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from slime.backends.megatron_utils import checkpoint, data, device, train_step
 from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from slime.backends.megatron_utils.metrics import Timers, gap_metrics, mean_over_steps
 from slime.backends.megatron_utils.model import (
     build_model,
     build_optimizer,
@@ -24,7 +25,7 @@ from slime.backends.megatron_utils.parallel import init_parallel
 from slime.backends.megatron_utils.update_weight import WeightUpdater
 from slime.backends.megatron_utils.writer import CheckpointWriter
 from slime.config.errors import ConfigError
-from slime.config.hf_config import load_hf_config
+from slime.config.hf_config import check_same_model, load_hf_config
 from slime.config.hooks import load_hook
 from slime.models import load_hf_into, save_hf
 from slime.utils.checkpoint_folder import SaveError, holds_weights_only, is_hf_folder
@@ -44,6 +45,17 @@ class InitInfo:
     loaded_from: str
 
 
+@dataclasses.dataclass
+class Prepared:
+    """A rollout between `prepare` and `train_prepared`. plans: micro-batches of each optimizer step."""
+
+    rollout_id: int
+    rank_data: Any
+    columns: dict[str, Any]
+    plans: list[list[list[int]]]
+    timers: Timers
+
+
 class MegatronTrainActor:
     """Every method is collective: all ranks call it, in the same order."""
 
@@ -54,14 +66,13 @@ class MegatronTrainActor:
         self._writer: CheckpointWriter | None = None
         self._freezer: Freezer | None = None
         self._checkpoint: Path | None = None
+        self._prepared: Prepared | None = None
 
-    def init(self, args: Any, role: str = "actor") -> InitInfo:
+    def init(self, args: Any) -> InitInfo:
         """Joins the process groups, builds the model and loads it: from --load if it holds a checkpoint, else from HF.
 
-        role: only "actor" exists so far. Raises ConfigError for what cannot work.
+        Raises ConfigError for what cannot work.
         """
-        if role != "actor":
-            raise ConfigError(f"role {role!r} is not built yet: the trainer has no critic (--advantage-estimator ppo)")
         if args.context_parallel_size > 1:
             raise ConfigError("--context-parallel-size: context parallelism is not built yet, use 1")
         device.is_cpu(args)  # refuses a --device that this process does not have
@@ -71,24 +82,20 @@ class MegatronTrainActor:
         if (hook := load_hook(args, "custom_megatron_init_path")) is not None:
             hook(args)
 
-        chunks = build_model(args, self.hf)
+        chunks = self._build()
         found = checkpoint.latest_checkpoint(args.load)
-        self._ref = self._load_reference(chunks)
-        start, source = 0, str(args.load if found is None and is_hf_folder(args.load) else args.hf_checkpoint)
-        if found is None:
-            load_hf_into(chunks, source, self.hf, args)
+        self._frozen = {name: self._load_frozen(chunks, folder) for name, folder in frozen_models(args).items()}
+        goes_on = found is not None and not (args.finetune or holds_weights_only(found[0]))
+        state = self._resume_path(found[0]) if found is not None and goes_on else None
+        source = self._load_initial(chunks, found) if state is None else str(state)
         self.model = wrap_model(args, chunks)
         self.optimizer = build_optimizer(args, self.model)
         self.scheduler = build_scheduler(args, self.optimizer, total_steps=_total_steps(args))
-        if found is not None:
-            path, rollout_id = found
-            source = str(path)
-            if args.finetune or holds_weights_only(path):
-                checkpoint.load_checkpoint(path, self.model)
-                self.optimizer.reload_model_params()
-            else:
-                checkpoint.load_checkpoint(path, self.model, self.optimizer, self.scheduler)
-                start, self._checkpoint = rollout_id + 1, path
+        start = 0
+        if found is not None and goes_on:
+            start, self._checkpoint = found[1] + 1, found[0]
+        if state is not None:
+            checkpoint.load_checkpoint(state, self.model, self.optimizer, self.scheduler)
         if args.start_rollout_id is not None:
             start = args.start_rollout_id
         self._memory = TrainerMemory(self.model, self.optimizer) if args.offload_train else None
@@ -105,40 +112,101 @@ class MegatronTrainActor:
             loaded_from=source,
         )
 
-    def _load_reference(self, chunks: list[Any]) -> list[torch.Tensor] | None:
-        """The reference model's parameters on the host, in the order of `_parameters`; None when nothing needs them."""
-        if not (self.args.kl_coef or self.args.use_kl_loss):
-            return None
-        folder = self.args.ref_load or self.args.hf_checkpoint
+    def _build(self) -> list[Any]:
+        return build_model(self.args, self.hf)
+
+    def _load_initial(self, chunks: list[Any], found: tuple[Path, int] | None) -> str:
+        """Loads weights without optimizer and returns where from. found: the checkpoint of --load, if it is one."""
+        if found is not None:
+            checkpoint.load_checkpoint(found[0], chunks)
+            return str(found[0])
+        load_hf_into(chunks, self._hf_folder(), self.hf, self.args)
+        return self._hf_folder()
+
+    def _hf_folder(self) -> str:
+        """The Hugging Face folder of the first weights."""
+        return str(self.args.load if is_hf_folder(self.args.load) else self.args.hf_checkpoint)
+
+    def _resume_path(self, path: Path) -> Path | None:
+        """Where in the checkpoint `path` this model's state is; None: nowhere, start from the initial weights."""
+        return path
+
+    def _load_frozen(self, chunks: list[Any], folder: str) -> list[torch.Tensor]:
+        """The parameters of a frozen model (reference, teacher) on the host, in the order of `_parameters`.
+
+        folder: a checkpoint or a Hugging Face folder. Raises ConfigError unless it is of the actor's architecture.
+        """
         found = checkpoint.latest_checkpoint(folder)
         if found is not None:
             checkpoint.load_checkpoint(found[0], chunks)
         else:
+            check_same_model(self.hf, load_hf_config(folder), folder)
             load_hf_into(chunks, folder, self.hf, self.args)
         return [p.detach().to("cpu", copy=True) for p in _parameters(chunks)]
 
     @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """Inside, the model computes with the reference's weights; the actor's stay where they are, untouched."""
-        assert self._ref is not None
+    def _frozen_weights(self, name: str) -> Iterator[None]:
+        """Inside, the model computes with a frozen model's weights; the actor's stay where they are, untouched."""
         params = list(_parameters(self.model))
         own = [p.data for p in params]
         try:
-            for param, ref in zip(params, self._ref, strict=True):
-                param.data = ref.to(param.device, non_blocking=True)
+            for param, frozen in zip(params, self._frozen[name], strict=True):
+                param.data = frozen.to(param.device, non_blocking=True)
             yield
         finally:
             for param, data_ in zip(params, own, strict=True):
                 param.data = data_
 
     def train(self, rollout_id: int, rank_data: Any) -> dict[str, float]:
-        """All optimizer steps of one rollout on this rank's share (RankData).
+        """`prepare` and `train_prepared` in one, for runs without a critic."""
+        self.prepare(rollout_id, rank_data)
+        return self.train_prepared(rollout_id)
+
+    def prepare(
+        self, rollout_id: int, rank_data: Any, given: dict[int, np.ndarray] | None = None
+    ) -> dict[int, np.ndarray] | None:
+        """All that comes before the optimizer steps of a rollout: log-probs of each model, advantages and returns.
+
+        rank_data: RankData, this rank's share. given: a critic's values, float32 [R] by the sample's number in the
+        rollout. Returns the returns in the same form; None on ranks that others speak for, and without a critic.
+        """
+        args, timers = self.args, Timers()
+        columns, plans = self._columns(rank_data)
+        if given is not None and self.ranks.is_last_stage:
+            columns["values"] = data.of_samples(given, rank_data.samples)
+        if args.loss_type != "sft_loss":
+            if "teacher" in self._frozen and "teacher_log_probs" in columns:
+                raise ValueError(
+                    "samples carry teacher_log_probs, and --opd-teacher-load would compute them: choose one"
+                )
+            with self._on_device():
+                passes = self._log_prob_plan(columns, plans)
+                for name in self._frozen:
+                    with timers(f"{name}_log_probs_time"), self._frozen_weights(name):
+                        columns |= self._log_probs(columns, passes, f"{name}_log_probs", f"{name}_")
+                if not self._old_log_probs_come_with_the_step(len(plans)):
+                    with timers("log_probs_time"):
+                        columns |= self._log_probs(columns, passes, "log_probs", "")
+            if self.ranks.is_last_stage:
+                with timers("advantages_time"):
+                    compute_advantages_and_returns(args, columns)
+        if (hook := load_hook(args, "rollout_data_postprocess_path")) is not None:
+            hook(args, rollout_id, columns)
+        self._prepared = Prepared(rollout_id, rank_data, columns, plans, timers)
+        return self._by_sample("returns") if given is not None else None
+
+    def train_prepared(self, rollout_id: int, given: dict[int, np.ndarray] | None = None) -> dict[str, float]:
+        """All optimizer steps of the rollout that `prepare` saw.
 
         Returns metrics: on the metrics rank the whole run's, elsewhere what that rank knows. Keys: `train/...` (mean
         over the rollout's steps; `train/steps`; the gap between trainer and engine) and `perf/..._time` in seconds.
         """
-        with self._on_device("optimizer", "grads"):
-            return self._train(rollout_id, rank_data)
+        now = self._take_prepared(rollout_id)
+        with now.timers("train_time"), self._on_device("optimizer", "grads"):
+            metrics = self._steps(rollout_id, now.rank_data.steps, now.columns, now.plans)
+        if self.ranks.is_last_stage:
+            metrics |= gap_metrics(now.columns)
+        return metrics | self._perf(now.timers, now.columns)
 
     @contextlib.contextmanager
     def _on_device(self, *parts: str) -> Iterator[None]:
@@ -149,30 +217,28 @@ class MegatronTrainActor:
         if self._memory is not None:
             self._memory.release(*parts)
 
-    def _train(self, rollout_id: int, rank_data: Any) -> dict[str, float]:
-        args, timers = self.args, _Timers()
-        columns = data.to_device(rank_data.columns)
+    def _columns(self, rank_data: Any) -> tuple[dict[str, Any], list[list[list[int]]]]:
+        """This rank's columns on its device, and the micro-batches of each optimizer step."""
+        columns: dict[str, Any] = data.to_device(rank_data.columns)
         columns["sample_denominators"] = list(rank_data.sample_denominators)
         self._multiple = self.ranks.tp_size if self.model[0].config.sequence_parallel else 1
-        plans = [self._pad(step.micro_batches) for step in rank_data.steps]
-        if args.loss_type != "sft_loss":
-            passes = self._log_prob_plan(columns, plans)
-            if self._ref is not None:
-                with timers("ref_log_probs_time"), self._reference_weights():
-                    columns |= self._log_probs(columns, passes, "ref_log_probs", "ref_")
-            if not self._old_log_probs_come_with_the_step(len(plans)):
-                with timers("log_probs_time"):
-                    columns |= self._log_probs(columns, passes, "log_probs", "")
-            if self.ranks.is_last_stage:
-                with timers("advantages_time"):
-                    compute_advantages_and_returns(args, columns)
-        if (hook := load_hook(args, "rollout_data_postprocess_path")) is not None:
-            hook(args, rollout_id, columns)
-        with timers("train_time"):
-            metrics = self._steps(rollout_id, rank_data.steps, columns, plans)
-        if self.ranks.is_last_stage:
-            metrics |= gap_metrics(columns)
-        return metrics | self._perf(timers, columns)
+        return columns, [self._pad(step.micro_batches) for step in rank_data.steps]
+
+    def _take_prepared(self, rollout_id: int) -> Prepared:
+        now, self._prepared = self._prepared, None
+        if now is None or now.rollout_id != rollout_id:
+            raise RuntimeError(f"rollout {rollout_id} was not prepared: prepare comes before train_prepared")
+        return now
+
+    def _by_sample(self, name: str) -> dict[int, np.ndarray] | None:
+        """A per-token column by the sample's number, on the one rank of each data-parallel replica that speaks."""
+        now = self._prepared
+        assert now is not None
+        if not self.ranks.is_last_stage or self.ranks.tp_rank or self.ranks.cp_rank:
+            return None
+        return {
+            sample: value.cpu().numpy() for sample, value in zip(now.rank_data.samples, now.columns[name], strict=True)
+        }
 
     def _old_log_probs_come_with_the_step(self, steps: int) -> bool:
         """Whether the pass for the old log-probs can be left out.
@@ -185,7 +251,7 @@ class MegatronTrainActor:
         early = (
             args.kl_coef
             or args.advantage_estimator == "on_policy_distillation"
-            or getattr(args, "opd_kl_coef", 0.0)
+            or args.opd_kl_coef
             or args.custom_advantage_function_path
             or args.rollout_data_postprocess_path
             or args.custom_megatron_before_log_prob_hook_path
@@ -227,7 +293,7 @@ class MegatronTrainActor:
         out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]))
         return {name: out["log_probs"]} if out else {}
 
-    def _perf(self, timers: "_Timers", columns: dict[str, Any]) -> dict[str, float]:
+    def _perf(self, timers: Timers, columns: dict[str, Any]) -> dict[str, float]:
         tokens = train_step.sum_over_data_ranks(float(sum(columns["total_lengths"])))
         trained = timers.seconds.get("train_time", 0.0)
         out = {f"perf/{name}": seconds for name, seconds in timers.seconds.items()}
@@ -291,68 +357,23 @@ class MegatronTrainActor:
         return checkpoint.load_extra_state(self._checkpoint) if self._checkpoint else None
 
 
-class _Timers:
-    """Seconds per phase, the GPU's work included."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        device.synchronize()
-        start = time.perf_counter()
-        yield
-        device.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
 def _parameters(chunks: list[Any]) -> Iterator[torch.nn.Parameter]:
     for chunk in chunks:
         yield from unwrap(chunk).parameters()
+
+
+def frozen_models(args: Any) -> dict[str, str]:
+    """Folders of the models beside the actor whose log-probs the run needs, by the name of their columns."""
+    models = {}
+    if args.kl_coef or args.use_kl_loss:
+        models["ref"] = args.ref_load or args.hf_checkpoint
+    if args.opd_teacher_load:
+        models["teacher"] = args.opd_teacher_load
+    return models
 
 
 def _total_steps(args: Any) -> int:
     """Optimizer steps of the whole run."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     per_rollout = -(-samples // args.global_batch_size) if args.global_batch_size else 1
-    return (args.num_rollout or 1) * per_rollout
-
-
-def mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
-    """One value per metric of a rollout: the mean over its steps; largest `*_max`, sum of `*_count`, last lr."""
-    out: dict[str, float] = {"train/steps": float(len(results))}
-    for name in dict.fromkeys(name for result in results for name in result):
-        values = [result[name] for result in results if name in result]
-        if name.endswith("_max"):
-            out[name] = max(values)
-        else:
-            out[name] = sum(values) if name.endswith("_count") else sum(values) / len(values)
-    if results:
-        out["train/lr"] = results[-1]["train/lr"]
-    return out
-
-
-def gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
-    """Gap between trainer and engine over trained tokens of all ranks: mean |d|, k3, max |d|; d = trainer - engine.
-
-    k3 = exp(-d) - 1 + d estimates KL(engine || trainer) (Schulman, "Approximating KL divergence"). Collective over
-    the data-parallel ranks. Empty where one of the two is missing.
-    """
-    if "rollout_log_probs" not in columns or "log_probs" not in columns:
-        return {}
-    sums = torch.zeros(3, dtype=torch.float64)
-    largest = 0.0
-    for new, old, mask in zip(columns["log_probs"], columns["rollout_log_probs"], columns["loss_masks"], strict=True):
-        gap = (new.double() - old.to(new.device).double())[mask > 0]
-        if gap.numel():
-            k3 = torch.expm1(-gap) + gap
-            sums += torch.stack([gap.abs().sum(), k3.sum(), gap.new_tensor(gap.numel())]).cpu()
-            largest = max(largest, float(gap.abs().max()))
-    total = [train_step.sum_over_data_ranks(float(x)) for x in sums]
-    largest = train_step.max_over_data_ranks(largest)
-    count = max(total[2], 1.0)
-    return {
-        "train/logprob_gap_mean": total[0] / count,
-        "train/logprob_gap_k3": total[1] / count,
-        "train/logprob_gap_max": largest,
-    }
+    return max(1, (args.num_rollout or 1) - args.num_critic_only_steps) * per_rollout

@@ -57,10 +57,9 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> N
     else:
         raise ConfigError(f"--advantage-estimator {estimator!r} is unknown")
 
-    opd_kl_coef = getattr(args, "opd_kl_coef", 0.0)
-    if opd_kl_coef:
+    if args.opd_kl_coef:
         distilled = _distillation(args, rollout_data)
-        advantages = [a + opd_kl_coef * d for a, d in zip(advantages, distilled, strict=True)]
+        advantages = [a + args.opd_kl_coef * d for a, d in zip(advantages, distilled, strict=True)]
     if "token_advantages" in rollout_data:
         extra = rollout_data["token_advantages"]
         advantages = [a + select(x.to(a), m) for a, x, m in zip(advantages, extra, masks, strict=True)]
@@ -82,7 +81,11 @@ def _kl(args: Any, data: dict[str, Any]) -> list[Tensor]:
 
 
 def _distillation(args: Any, data: dict[str, Any]) -> list[Tensor]:
-    teacher = _need(data, "teacher_log_probs", "a teacher (Sample.teacher_log_probs on all samples)")
+    teacher = _need(
+        data,
+        "teacher_log_probs",
+        "a teacher (--opd-teacher-load, --opd-teacher-url, or Sample.teacher_log_probs on all samples)",
+    )
     old = data["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
     return formulas.get_on_policy_distillation_advantages(teacher, old, data["loss_masks"])
 

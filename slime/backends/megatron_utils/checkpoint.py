@@ -6,7 +6,7 @@ what is written, and back; `CheckpointWriter` (writer.py) writes it, in the back
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,14 @@ def frozen_state(freezer: Freezer, model: list[Any], optimizer: Any, scheduler: 
     return finish
 
 
-def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, scheduler: Any | None = None) -> None:
+def load_checkpoint(
+    path: Path, model: list[Any], optimizer: Any | None = None, scheduler: Any | None = None,
+    *, skip: Collection[str] = (),
+) -> None:  # fmt: skip
     """Loads a checkpoint into model (and optimizer, schedule, RNG when given) in place; every rank must call it.
 
     The layout may differ from the one that wrote it. RNG states are taken over only when the world size is the same.
+    skip: parameters to leave alone, which the checkpoint need not have.
     """
     verify(path)
     world_size = dist_checkpointing.load_common_state_dict(str(path)).get("world_size")
@@ -94,9 +98,13 @@ def load_checkpoint(path: Path, model: list[Any], optimizer: Any | None = None, 
     if optimizer is not None:
         materialise_adam(optimizer)
     state = _state(model, optimizer, scheduler, with_rng=same_world and optimizer is not None, is_loading=True)
+    for name in [name for name in state if name.startswith("model")]:
+        state[name] = {key: value for key, value in state[name].items() if key not in skip}
     loaded = dist_checkpointing.load(state, str(path))
     for index, chunk in enumerate(model):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+        gpt = unwrap(chunk)
+        own = {key: value for key, value in gpt.state_dict().items() if key in skip}
+        gpt.load_state_dict(loaded[f"model{index}"] | own, strict=True)
     if optimizer is None:
         return
     flags = [{key: group[key] for key in _OF_FLAGS if key in group} for group in _param_groups(optimizer)]

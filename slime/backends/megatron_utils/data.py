@@ -41,6 +41,12 @@ def to_device(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {name: [convert(name, value) for value in values] for name, values in columns.items()}
 
 
+def of_samples(given: dict[int, np.ndarray], samples: Sequence[int]) -> list[torch.Tensor]:
+    """A column of this rank from what another group computed by the sample's number in the rollout."""
+    here = device.current_device()
+    return [torch.tensor(given[sample], device=here) for sample in samples]
+
+
 def pack(sequences: Sequence[torch.Tensor], multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
     """Token sequences (int64 [L_i]) to (tokens [1, T], position_ids [1, T], Megatron's PackedSeqParams).
 

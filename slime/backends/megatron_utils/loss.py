@@ -25,6 +25,7 @@ from slime.utils.policy_loss import (
     clamp_log_ratio,
     compute_cispo_loss,
     compute_gspo_kl,
+    compute_opsm_mask,
     compute_policy_loss,
     compute_value_loss,
 )
@@ -157,6 +158,11 @@ def policy_loss_function(
     metrics: Metrics = {}
     if args.use_tis or args.custom_tis_function_path:
         pg_loss = _importance_weighted(args, batch, pg_loss, sum_of_sample_mean, metrics)
+    if args.use_opsm:
+        lengths = list(batch["response_lengths"])
+        new, old, adv = (x.split(lengths) for x in (log_probs, old_log_probs, advantages))
+        keep, metrics["opsm_masked_count"] = compute_opsm_mask(new, old, adv, masks, args.opsm_delta)
+        pg_loss = select(pg_loss, torch.cat(keep))
     if "token_weights" in batch:
         pg_loss = pg_loss * _column(batch, "token_weights", mask)
     loss = pg_mean = _pg_reducer(args, batch, sum_of_sample_mean)(pg_loss)

@@ -1,6 +1,7 @@
 """From config.json and flags to Megatron's model, DDP, optimizer and learning-rate schedule."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from slime.backends.megatron_utils.head import install_head
 from slime.backends.megatron_utils.parallel import virtual_pipeline_size
 from slime.backends.megatron_utils.rope import rope_frequencies
 from slime.backends.megatron_utils.spec import block_spec, uses_transformer_engine
+from slime.backends.megatron_utils.value_head import install_value_head
 from slime.backends.megatron_utils.variants import (
     activation_settings,
     attention_settings,
@@ -145,11 +147,16 @@ def padded_vocab_size(args: Any, hf: HFConfig) -> int:
     return math.ceil(hf.vocab_size / multiple) * multiple
 
 
-def build_model(args: Any, hf: HFConfig, config: TransformerConfig | None = None) -> list[GPTModel]:
+def build_model(
+    args: Any, hf: HFConfig, config: TransformerConfig | None = None, *, value_head: bool = False
+) -> list[GPTModel]:
     """The bare model chunks of this rank (one, or one per virtual pipeline stage), in --params-dtype, on its device.
 
-    Their weights are not initialised: load them from a file.
+    Their weights are not initialised: load them from a file. value_head: a critic, with a fresh head of one value per
+    token in the place of the output layer.
     """
+    if value_head:
+        hf = dataclasses.replace(hf, tie_word_embeddings=False)
     config = config or transformer_config(args, hf)
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
@@ -159,7 +166,9 @@ def build_model(args: Any, hf: HFConfig, config: TransformerConfig | None = None
         model = _provider(args, hf, config)(pre_process=first, post_process=last, vp_stage=vp_stage)
         if hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(device.current_device())
-        if last:
+        if last and value_head:
+            install_value_head(model)
+        elif last:
             install_head(model, hf.vocab_size)
         chunks.append(model.to(device.current_device()))
     return chunks

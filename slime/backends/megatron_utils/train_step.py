@@ -13,15 +13,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.backends.megatron_utils.data import MicroBatch, MicroBatches
 from slime.backends.megatron_utils.device import current_device
 from slime.backends.megatron_utils.head import DeferredLogits, full_logits
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, loss_function
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values, loss_function
 from slime.backends.megatron_utils.model import unwrap
+from slime.backends.megatron_utils.value_head import ValueHead
 
 
 def forward_logits(args: Any, model: Any, micro_batch: MicroBatch, *, deferred: bool) -> Any:
     """One forward pass of a model chunk.
 
-    Returns what the next stage takes, [T, 1, H]; on the last stage the DeferredLogits, or float32 logits
-    [1, T, V / tp] divided by the rollout temperature when not `deferred`.
+    Returns what the next stage takes, [T, 1, H]; on the last stage a critic's values [1, T, 1], the DeferredLogits, or
+    float32 logits [1, T, V / tp] divided by the rollout temperature when not `deferred`.
     """
     gpt = unwrap(model)
     if gpt.post_process:
@@ -34,7 +35,7 @@ def forward_logits(args: Any, model: Any, micro_batch: MicroBatch, *, deferred: 
         packed_seq_params=micro_batch.packed,
         **options,
     )
-    if not gpt.post_process:
+    if not gpt.post_process or isinstance(gpt.output_layer, ValueHead):
         return out
     if deferred:
         return DeferredLogits(out, gpt, temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size)
@@ -61,7 +62,6 @@ def _run(
     )
 
 
-@torch.no_grad()
 def compute_log_probs(
     args: Any, model: list[Any], micro_batches: MicroBatches, num_samples: int, with_entropy: bool = False
 ) -> dict[str, list[torch.Tensor]]:
@@ -70,37 +70,58 @@ def compute_log_probs(
     Returns "log_probs" (and "entropy"): float32 [response_length] per sample, in the order of the rank's columns.
     """
 
+    def read(logits: Any, batch: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+        return get_log_probs_and_entropy(
+            logits,
+            args=args,
+            unconcat_tokens=batch["unconcat_tokens"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            with_entropy=with_entropy,
+        )[1]
+
+    return _forward_columns(args, model, micro_batches, num_samples, read)
+
+
+def compute_values(
+    args: Any, model: list[Any], micro_batches: MicroBatches, num_samples: int
+) -> dict[str, list[torch.Tensor]]:
+    """A critic's "values" of all responses, as `compute_log_probs`: float32 [response_length] per sample."""
+
+    def read(output: Any, batch: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+        lengths = {name: batch[name] for name in ("total_lengths", "response_lengths")}
+        return {"values": get_values(output, **lengths)}
+
+    return _forward_columns(args, model, micro_batches, num_samples, read)
+
+
+@torch.no_grad()
+def _forward_columns(
+    args: Any, model: list[Any], micro_batches: MicroBatches, num_samples: int, read: Callable[[Any, Any], Any]
+) -> dict[str, list[torch.Tensor]]:
+    """One pass without gradient. read(output, batch): per-sample lists by name, which become columns of the rank."""
+
     def step(iterator: Iterator[MicroBatch], chunk: Any) -> Any:
         micro_batch = next(iterator)
-        logits = forward_logits(args, chunk, micro_batch, deferred=True)
+        output = forward_logits(args, chunk, micro_batch, deferred=True)
 
-        def collect(logits: Any, non_loss_data: bool = True) -> tuple[list[int], dict[str, list[torch.Tensor]]]:
-            batch = micro_batch.batch
-            _, out = get_log_probs_and_entropy(
-                logits,
-                args=args,
-                unconcat_tokens=batch["unconcat_tokens"],
-                total_lengths=batch["total_lengths"],
-                response_lengths=batch["response_lengths"],
-                with_entropy=with_entropy,
-            )
-            return micro_batch.samples, out
+        def collect(output: Any, non_loss_data: bool = True) -> tuple[list[int], dict[str, list[torch.Tensor]]]:
+            return micro_batch.samples, read(output, micro_batch.batch)
 
-        return logits, collect
+        return output, collect
 
     for chunk in model:
         chunk.eval()
     results = _run(model, micro_batches, step, forward_only=True, collect_non_loss_data=True)
     for chunk in model:
         chunk.train()
+    columns: dict[str, list[Any]] = {}
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
-        return {}
-    columns: dict[str, list[Any]] = {
-        name: [None] * num_samples for name in (["log_probs", "entropy"] if with_entropy else ["log_probs"])
-    }
+        return columns
     for samples, out in results:
-        for name, column in columns.items():
-            for sample, value in zip(samples, out[name], strict=False):  # a dummy has a value but no sample
+        for name, values in out.items():
+            column = columns.setdefault(name, [None] * num_samples)
+            for sample, value in zip(samples, values, strict=False):  # a dummy has a value but no sample
                 column[sample] = value
     return columns
 

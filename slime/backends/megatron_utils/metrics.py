@@ -1,0 +1,85 @@
+"""Numbers about a rollout's training that a rank reports: seconds per phase, means over steps, gaps between models."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils import device, train_step
+
+
+class Timers:
+    """Seconds per phase, the GPU's work included."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        device.synchronize()
+        start = time.perf_counter()
+        yield
+        device.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
+    """One value per metric of a rollout: the mean over its steps; largest `*_max`, sum of `*_count`, last lr."""
+    out: dict[str, float] = {"train/steps": float(len(results))}
+    for name in dict.fromkeys(name for result in results for name in result):
+        values = [result[name] for result in results if name in result]
+        if name.endswith("_max"):
+            out[name] = max(values)
+        else:
+            out[name] = sum(values) if name.endswith("_count") else sum(values) / len(values)
+    if results:
+        out["train/lr"] = results[-1]["train/lr"]
+    return out
+
+
+def gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
+    """How far models that should agree, or shall come to, are apart on trained tokens of all ranks. Collective.
+
+    Between trainer and engine `train/logprob_gap_mean` (of |d|), `..._k3` (of KL(engine || trainer)) and `..._max`; of
+    the student to its teacher `train/teacher_kl` (the mean of d) and `train/teacher_k3`. Empty where one is missing.
+    """
+    out: dict[str, float] = {}
+    if (gap := _gap(columns, "rollout_log_probs", "log_probs")) is not None:
+        out |= {
+            "train/logprob_gap_mean": gap.mean_abs,
+            "train/logprob_gap_k3": gap.k3,
+            "train/logprob_gap_max": gap.max,
+        }
+    if (gap := _gap(columns, "log_probs", "teacher_log_probs")) is not None:
+        out |= {"train/teacher_kl": gap.k1, "train/teacher_k3": gap.k3}
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """Means over tokens sampled from one model, of d = its log-prob - the other's: d, |d|, k3; and the largest |d|.
+
+    k1 = d and k3 = exp(-d) - 1 + d estimate KL(sampled || other) (Schulman, "Approximating KL divergence").
+    """
+
+    k1: float
+    mean_abs: float
+    k3: float
+    max: float
+
+
+def _gap(columns: dict[str, Any], sampled: str, other: str) -> Gap | None:
+    if sampled not in columns or other not in columns:
+        return None
+    sums, largest = torch.zeros(4, dtype=torch.float64), 0.0
+    for mine, theirs, mask in zip(columns[sampled], columns[other], columns["loss_masks"], strict=True):
+        d = (mine.double() - theirs.to(mine.device).double())[mask.to(mine.device) > 0]
+        if d.numel():
+            sums += torch.stack([d.sum(), d.abs().sum(), (torch.expm1(-d) + d).sum(), d.new_tensor(d.numel())]).cpu()
+            largest = max(largest, float(d.abs().max()))
+    *totals, count = (train_step.sum_over_data_ranks(float(x)) for x in sums)
+    k1, mean_abs, k3 = (total / max(count, 1.0) for total in totals)
+    return Gap(k1, mean_abs, k3, train_step.max_over_data_ranks(largest))

@@ -1,0 +1,46 @@
+"""Teacher log-probs from a SGLang engine, for on-policy distillation: `Sample.teacher_log_probs`.
+
+`--opd-teacher-url` asks it about every sample that the run trains on, beside whatever reward there is. The two
+functions below it are the same for scripts that give the teacher as --custom-rm-path with --rm-url.
+"""
+
+from typing import Any
+
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+
+async def score_with_teacher(args: Any, sample: Sample, url: str) -> None:
+    """Sets sample.teacher_log_probs: one log-prob per response token, at temperature 1, from `url` (a /generate).
+
+    Raises ValueError when the engine scored other tokens than the sample's.
+    """
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    if not response:
+        sample.teacher_log_probs = []
+        return
+    payload = {
+        "input_ids": sample.tokens,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        # The first token that an engine scores has no log-prob there: start one early, and leave that one out.
+        "logprob_start_len": len(sample.tokens) - len(response) - 1,
+    }
+    reply = await post(url, payload, max_retries=args.rollout_max_retries, timeout=args.rollout_request_timeout)
+    scored = reply["meta_info"]["input_token_logprobs"][1:]  # [log-prob, token id, text or None]
+    if [item[1] for item in scored] != list(response):
+        raise ValueError(
+            f"the teacher at {url} scored {len(scored)} tokens, which are not the {len(response)} of the response"
+        )
+    sample.teacher_log_probs = [float(item[0]) for item in scored]
+
+
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """For --custom-rm-path, with --rm-url of the teacher: asks it, and gives a reward of 0."""
+    await score_with_teacher(args, sample, args.rm_url)
+    return 0.0
+
+
+def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """For --custom-reward-post-process-path: distillation looks at no reward."""
+    return [0.0] * len(samples), [0.0] * len(samples)
