@@ -141,6 +141,9 @@ def test_what_can_be_known_is_known_before_anything_starts(copy, model, tmp_path
         check_start(args.replace(rollout_seed=7, loss_type="sft_loss"))
     assert len(str(error.value).splitlines()) == 2
     assert len(check_start(args.replace(rollout_seed=7, loss_type="sft_loss", allow_config_change=True))) == 2
+    assert len(check_start(args.replace(global_batch_size=8))) == 1
+    with pytest.raises(ConfigError, match="--global-batch-size was 4 and is 8"):
+        check_start(args.replace(global_batch_size=8, lr_decay_style="cosine", allow_config_change=False))
     with pytest.raises(ConfigError, match="--num-rollout was 3 and is 9"):
         edit(path / "manifest.json", run={"flags": {"num_rollout": 3}})
         check_start(args.replace(lr_decay_style="cosine", num_rollout=9))

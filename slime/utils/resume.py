@@ -27,7 +27,7 @@ _ELSEWHERE = {
 _DANGEROUS = (
     "input_key", "label_key", "tool_key", "apply_chat_template", "apply_chat_template_kwargs", "rollout_shuffle",
     "rollout_seed", "rollout_max_prompt_len", "data_source_path", "rollout_batch_size", "n_samples_per_prompt",
-    "global_batch_size", "loss_type", "custom_loss_path", "advantage_estimator", "params_dtype", "adam_beta1",
+    "loss_type", "custom_loss_path", "advantage_estimator", "params_dtype", "adam_beta1",
     "adam_beta2", "adam_eps", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction",
 )  # fmt: skip
 # Keys of config.json that say which weights a model has.
@@ -67,7 +67,9 @@ def check_start(args: Args) -> list[str]:
     rollouts = manifest.run.get("flags", {}).get("num_rollout")
     if _decays_over_the_run(args) and args.num_rollout is not None and rollouts != args.num_rollout:
         changes["num_rollout"] = (rollouts, args.num_rollout)
-    dangerous = {name: values for name, values in changes.items() if name in (*_DANGEROUS, "num_rollout")}
+    dangerous = {name: changes[name] for name in changes if name in _DANGEROUS}
+    if _decays_over_the_run(args):  # they say how many optimizer steps the decay takes
+        dangerous |= {name: changes[name] for name in ("num_rollout", "global_batch_size") if name in changes}
     if dangerous and not args.allow_config_change:
         raise ConfigError(
             "\n".join(
