@@ -121,6 +121,8 @@ def test_layout_of_a_critic(base):
         (["--pp", "3"], "does not divide the model's 4 layers"),
         (["--tp", "2", "--actor-num-gpus-per-node", "3"], "no multiple of TP 2"),
         (["--ep", "2"], "the model has no experts"),
+        (["--allgather-cp"], "needs --context-parallel-size of 2 or more"),
+        (["--cp", "2", "--allgather-cp", "--transformer-impl", "transformer_engine"], "knows the zigzag cut only"),
         (["--rollout-max-response-len", "128"], "leaves no room for a prompt"),
         (["--rollout-max-context-len", "4096"], "over the model's max_position_embeddings 128"),
         (["--global-batch-size", "9"], "more than a rollout yields"),

@@ -92,6 +92,7 @@ def assert_same(run, reference, rtol=1e-5):
         (2, dict()),
         (2, dict(tensor_model_parallel_size=2)),
         (2, dict(pipeline_model_parallel_size=2)),
+        (2, dict(context_parallel_size=2)),
         (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
     ],
     ids=["dp2", "tp2", "pp2", "tp2 sp pp2"],

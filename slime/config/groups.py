@@ -61,6 +61,11 @@ class ModelArgs:
         None, "layers per virtual pipeline stage (interleaved schedule)"
     )
     context_parallel_size: int = arg(1, "context parallel size", aliases=["--cp"])
+    allgather_cp: bool = arg(
+        False,
+        "context parallelism cuts the packed row into equal parts and gathers keys and values (our torch spec only); "
+        "off: zigzag, each sequence in 2 * cp chunks",
+    )
     expert_model_parallel_size: int = arg(1, "expert parallel size", aliases=["--ep"])
     expert_tensor_parallel_size: int | None = arg(
         None, "tensor parallel size of experts; unset: as --tensor-model-parallel-size"

@@ -74,6 +74,10 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
         yield f"--colocate: engines claim {args.rollout_num_gpus} GPUs, the trainer has {world}; lower --rollout-num-gpus"
     if args.sequence_parallel and tp == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more"
+    if args.allgather_cp and cp == 1:
+        yield "--allgather-cp says how context parallelism cuts a row: it needs --context-parallel-size of 2 or more"
+    if args.allgather_cp and args.transformer_impl == "transformer_engine":
+        yield "--allgather-cp: Transformer Engine's attention knows the zigzag cut only; use --transformer-impl local"
     if hf is not None:
         yield from _layout_of_model(args, hf)
 

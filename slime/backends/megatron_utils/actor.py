@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from slime.backends.megatron_utils import checkpoint, data, device, train_step
+from slime.backends.megatron_utils.cp_utils import context_parallel
 from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.metrics import Timers, gap_metrics, mean_over_steps
@@ -24,7 +25,6 @@ from slime.backends.megatron_utils.offload import TrainerMemory
 from slime.backends.megatron_utils.parallel import init_parallel
 from slime.backends.megatron_utils.update_weight import WeightUpdater
 from slime.backends.megatron_utils.writer import CheckpointWriter
-from slime.config.errors import ConfigError
 from slime.config.hf_config import check_same_model, load_hf_config
 from slime.config.hooks import load_hook
 from slime.models import load_hf_into, save_hf
@@ -73,8 +73,6 @@ class MegatronTrainActor:
 
         Raises ConfigError for what cannot work.
         """
-        if args.context_parallel_size > 1:
-            raise ConfigError("--context-parallel-size: context parallelism is not built yet, use 1")
         device.is_cpu(args)  # refuses a --device that this process does not have
         self.args = args
         self.hf = load_hf_config(args.hf_checkpoint)
@@ -222,6 +220,7 @@ class MegatronTrainActor:
         columns: dict[str, Any] = data.to_device(rank_data.columns)
         columns["sample_denominators"] = list(rank_data.sample_denominators)
         self._multiple = self.ranks.tp_size if self.model[0].config.sequence_parallel else 1
+        self._context = context_parallel(self.args)
         return columns, [self._pad(step.micro_batches) for step in rank_data.steps]
 
     def _take_prepared(self, rollout_id: int) -> Prepared:
@@ -266,7 +265,7 @@ class MegatronTrainActor:
         for step_id, (step, plan) in enumerate(zip(steps, plans, strict=True)):
             if hook is not None:
                 hook(args, rollout_id, step_id, self.model, self.optimizer, self.scheduler)
-            batches = data.MicroBatches(columns, plan, self._multiple)
+            batches = data.MicroBatches(columns, plan, self._multiple, self._context)
             results.append(train_step.train_one_step(args, self.model, self.optimizer, self.scheduler, batches, step))
         return mean_over_steps(results)
 
@@ -289,7 +288,7 @@ class MegatronTrainActor:
     ) -> dict[str, list[torch.Tensor]]:
         if (hook := load_hook(self.args, "custom_megatron_before_log_prob_hook_path")) is not None:
             hook(self.args, self.model, prefix)
-        batches = data.MicroBatches(columns, plan, self._multiple)
+        batches = data.MicroBatches(columns, plan, self._multiple, self._context)
         out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]))
         return {name: out["log_probs"]} if out else {}
 

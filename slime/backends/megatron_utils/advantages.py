@@ -110,4 +110,4 @@ def _check(args: Any, data: dict[str, Any]) -> None:
 def _data_parallel_group() -> Any:
     if not mpu.model_parallel_is_initialized():
         return None
-    return mpu.get_data_parallel_group(with_context_parallel=True)
+    return mpu.get_data_parallel_group()  # context-parallel ranks hold the same whole responses: they count once

@@ -14,6 +14,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from slime.backends.megatron_utils.attention_cp import context_parallel_attention
+
 
 class PackedAttention(torch.nn.Module):
     """Grouped-query attention softmax(q k^T * scale) v with a causal mask inside each packed sequence.
@@ -22,6 +24,7 @@ class PackedAttention(torch.nn.Module):
     boundaries in `packed_seq_params.cu_seqlens_q` (Megatron's THD layout); returns [T, heads, Dv]. A sliding window of
     w tokens lets a token see itself and the w - 1 before it. No dropout. With softmax_type "learnable" each head has a
     sink, `softmax_offset` [heads]: one logit more in the softmax's sum, with no value of its own (gpt-oss).
+    Under context parallelism `packed_seq_params.part` says which tokens this rank holds (`attention_cp.py`).
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -67,6 +70,8 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("the torch layer spec takes packed sequences only: pass packed_seq_params with 'thd'")
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("the torch layer spec is causal per sequence and takes no attention mask or bias")
+        if (part := getattr(packed_seq_params, "part", None)) is not None:
+            return context_parallel_attention(query, key, value, part, self.window, self._softmax)
         lengths = _lengths(packed_seq_params)
         batches = similar_lengths(tuple(lengths))
         if len(batches) == len(lengths):
@@ -85,12 +90,18 @@ class PackedAttention(torch.nn.Module):
         """[B, L, heads, D], [B, L, groups, D], [B, L, groups, Dv] -> [B, L, heads, Dv]; each row attends to itself."""
         length = query.size(1)
         mask = None
-        if self.softmax_offset is not None or (self.window is not None and length > self.window):
+        if self.window is not None and length > self.window:
             at = torch.arange(length, device=query.device)
             distance = at[:, None] - at[None, :]
-            mask = (distance >= 0) & (distance < (self.window or length))
+            mask = (distance >= 0) & (distance < self.window)
+        return self._softmax(query, key, value, mask)
+
+    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, n, heads, D], [B, m, groups, D], [B, m, groups, Dv] -> [B, n, heads, Dv]. mask: bool [n, m], true where a
+        token sees another; None: causal, with n = m."""
         if self.softmax_offset is not None:
-            assert mask is not None
+            if mask is None:
+                mask = torch.ones(query.size(1), key.size(1), dtype=torch.bool, device=query.device).tril()
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return _attend_with_sinks(q, k, v, mask, self.softmax_offset, self.scale).transpose(1, 2)
         out = scaled_dot_product_attention(
@@ -108,7 +119,7 @@ class PackedAttention(torch.nn.Module):
 def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
     """softmax over scores and one sink per head, computed in float32, without the sink's share: [B, heads, L, Dv].
 
-    query [B, heads, L, D], key and value [B, groups, L, D], mask [L, L] true where a token sees another, sinks [heads].
+    query [B, heads, L, D], key and value [B, groups, M, D], mask [L, M] true where a token sees another, sinks [heads].
     """
     batch, heads, length, _ = query.shape
     key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))

@@ -84,7 +84,8 @@ class MegatronCritic(MegatronTrainActor):
         timers = Timers()
         columns, plans = self._columns(rank_data)
         with timers("values_time"), self._on_device():
-            batches = data.MicroBatches(columns, self._log_prob_plan(columns, plans), self._multiple)
+            plan = self._log_prob_plan(columns, plans)
+            batches = data.MicroBatches(columns, plan, self._multiple, self._context)
             columns |= train_step.compute_values(self.args, self.model, batches, len(columns["tokens"]))
         self._prepared = Prepared(rollout_id, rank_data, columns, plans, timers)
         return self._by_sample("values")

@@ -1,4 +1,7 @@
-"""A rank's samples as packed micro-batches: sequences back to back in one row (THD), no padding between them."""
+"""A rank's samples as packed micro-batches: sequences back to back in one row (THD).
+
+Only the zigzag cut of context parallelism pads sequences, at their ends, where no real token sees it.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,13 +12,14 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils import device
+from slime.backends.megatron_utils.cp_utils import WHOLE, ContextParallel, cut_row, pad_lengths
 
 DUMMY_TOKENS = 2  # length of the masked sequence that an empty micro-batch runs, so that no rank skips a collective
 
 
 @dataclasses.dataclass
 class MicroBatch:
-    """tokens, position_ids: int64 [1, T]. samples: indices into the rank's columns; empty for a dummy.
+    """tokens, position_ids: int64 [1, T / cp]. samples: indices into the rank's columns; empty for a dummy.
 
     batch: what losses see, one entry per sample (see `slime/backends/megatron_utils/loss.py`).
     """
@@ -47,37 +51,56 @@ def of_samples(given: dict[int, np.ndarray], samples: Sequence[int]) -> list[tor
     return [torch.tensor(given[sample], device=here) for sample in samples]
 
 
-def pack(sequences: Sequence[torch.Tensor], multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
-    """Token sequences (int64 [L_i]) to (tokens [1, T], position_ids [1, T], Megatron's PackedSeqParams).
+def pack(
+    sequences: Sequence[torch.Tensor], multiple: int = 1, context: ContextParallel = WHOLE
+) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
+    """Token sequences (int64 [L_i]) to (tokens [1, T / cp], position_ids [1, T / cp], Megatron's PackedSeqParams).
 
-    Positions restart at 0 in each sequence. T is padded to `multiple` with a sequence of its own that nobody reads.
+    Positions restart at 0 in each sequence. T / cp is padded to `multiple` with a sequence of its own that nobody
+    reads. With `context`, tokens and positions are this rank's, and PackedSeqParams describe the whole row, as Megatron
+    and Transformer Engine expect it of the zigzag cut.
     """
     lengths = [len(s) for s in sequences]
     if min(lengths, default=0) < 1:
         raise ValueError(f"cannot pack an empty sequence; lengths are {lengths}")
     here = sequences[0].device
-    rest = -sum(lengths) % multiple
-    if rest:
-        sequences, lengths = [*sequences, torch.zeros(rest, dtype=torch.long, device=here)], [*lengths, rest]
-    tokens = torch.cat(list(sequences)).unsqueeze(0)
-    positions = torch.cat([torch.arange(n, device=here) for n in lengths]).unsqueeze(0)
-    bounds = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=here)
+    padded = pad_lengths(lengths, context, multiple)
+    tokens = _pad_and_join(sequences, padded)
+    positions = torch.cat([torch.arange(n, device=here) for n in padded])
+    bounds = torch.tensor(np.cumsum([0, *padded]), dtype=torch.int32, device=here)
+    part = cut_row(padded, context) if context.size > 1 else None
+    if part is not None:
+        index = part.index.to(here)
+        tokens, positions = tokens[index], positions[index]
+        if context.contiguous:  # one run of rows, whose angles `ContiguousSelfAttention` looks up
+            bounds = torch.tensor([0, len(tokens)], dtype=torch.int32, device=here)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
     )
-    packed.lengths = lengths  # type: ignore[attr-defined]  # for our attention: saves a read from the device per layer
-    return tokens, positions, packed
+    # For our attention: `lengths` saves a read from the device per layer.
+    packed.lengths, packed.part, packed.positions = padded, part, positions  # type: ignore[attr-defined]
+    return tokens.unsqueeze(0), positions.unsqueeze(0), packed
 
 
-def make_micro_batch(data: dict[str, list[Any]], samples: Sequence[int], multiple: int = 1) -> MicroBatch:
+def _pad_and_join(sequences: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """One row [sum of lengths]: each sequence and the zeros that it lacks; lengths may have one more than sequences."""
+    out = torch.zeros(sum(lengths), dtype=torch.long, device=sequences[0].device)
+    for place, tokens in zip(out.split(list(lengths)), sequences, strict=False):
+        place[: len(tokens)] = tokens
+    return out
+
+
+def make_micro_batch(
+    data: dict[str, list[Any]], samples: Sequence[int], multiple: int = 1, context: ContextParallel = WHOLE
+) -> MicroBatch:
     """Packs `samples` of the rank's columns (from `to_device`); no samples give a fully masked dummy."""
     batch = {name: [values[i] for i in samples] for name, values in data.items()} if samples else _dummy(data)
     batch["unconcat_tokens"] = batch["tokens"]
-    tokens, positions, packed = pack(batch["unconcat_tokens"], multiple)
+    tokens, positions, packed = pack(batch["unconcat_tokens"], multiple, context)
     return MicroBatch(list(samples), tokens, positions, packed, batch)
 
 
@@ -123,8 +146,10 @@ def pad_count(micro_batches: list[list[int]], multiple: int) -> list[list[int]]:
 class MicroBatches:
     """Builds micro-batches on demand: one pass over them per model chunk of the pipeline rank."""
 
-    def __init__(self, data: dict[str, list[Any]], plan: list[list[int]], multiple: int = 1) -> None:
-        self.data, self.plan, self.multiple = data, plan, multiple
+    def __init__(
+        self, data: dict[str, list[Any]], plan: list[list[int]], multiple: int = 1, context: ContextParallel = WHOLE
+    ) -> None:
+        self.data, self.plan, self.multiple, self.context = data, plan, multiple, context
         self._kept: dict[str, list[Any]] = {}
 
     def keep(self, name: str, samples: Sequence[int], values: Sequence[Any]) -> None:
@@ -139,4 +164,4 @@ class MicroBatches:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return (make_micro_batch(self.data, samples, self.multiple) for samples in self.plan)
+        return (make_micro_batch(self.data, samples, self.multiple, self.context) for samples in self.plan)

@@ -5,6 +5,7 @@ the whole step (`slime.data.schedule`): the number of samples, or of trained tok
 Masks: every per-token input goes through `select` before it meets exp, so a masked value reaches neither the loss nor
 the gradient. Every loss stays connected to the model's output, so a rank whose samples are all masked runs the same
 backward pass, and the same collectives, as the others.
+Context parallelism: per-token values are whole responses, on every rank (`cp_utils.py`); only logits are cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+from slime.backends.megatron_utils.cp_utils import ResponsePart, context_parallel, response_part
 from slime.config.errors import ConfigError
 from slime.config.hooks import load_hook
 from slime.utils.importance import vanilla_tis_function
@@ -52,8 +53,9 @@ UNSCALED = ("_max", "_count")
 def response_rows(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> Tensor:
     """Rows of the packed logits that predict response tokens: int64 [sum R], on the CPU.
 
-    Row t - 1 predicts token t; the response of a sample is its last `response_length` tokens. Raises ValueError where
-    no row can: a response as long as its sample has no token before it.
+    They count in the whole row, before context parallelism cuts it. Row t - 1 predicts token t; the response of a
+    sample is its last `response_length` tokens. Raises ValueError where no row can: a response as long as its sample
+    has no token before it.
     """
     rows, end = [], 0
     for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
@@ -78,14 +80,17 @@ def get_responses(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Per sample (logits [R, V / tp] that predict its response, response tokens int64 [R]).
 
-    logits: [1, T, V / tp], already divided by the rollout temperature. max_seq_lens: not used, sequences are packed.
+    logits: [1, T / cp, V / tp], already divided by the rollout temperature. Context-parallel ranks exchange the rows
+    that they lack, so each gets whole responses. max_seq_lens: not used, sequences are packed.
     """
-    rows = response_rows(total_lengths, response_lengths).to(logits.device)
-    flat = logits.squeeze(0)
-    for mine, tokens, response in zip(
-        rows.split(list(response_lengths)), unconcat_tokens, response_lengths, strict=True
-    ):
-        yield flat[mine], tokens[len(tokens) - response :]
+    part = _response_part(args, logits, total_lengths, response_lengths)
+    flat, rows, lengths = logits.squeeze(0), part.rows.to(logits.device), list(response_lengths)
+    if part.context.size > 1:
+        parts: Any = part.whole(flat[rows]).split(lengths)
+    else:
+        parts = (flat[mine] for mine in rows.split(lengths))  # one sample's copy at a time
+    for mine, tokens, response in zip(parts, unconcat_tokens, lengths, strict=True):
+        yield mine, tokens[len(tokens) - response :]
 
 
 def get_log_probs_and_entropy(
@@ -100,30 +105,34 @@ def get_log_probs_and_entropy(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probs of the response tokens and, where asked for, the entropy of their distributions.
 
-    logits: a tensor [1, T, V / tp] already divided by the rollout temperature, or a DeferredLogits.
+    logits: a tensor [1, T / cp, V / tp] already divided by the rollout temperature, or a DeferredLogits.
     Returns (an empty tensor, {"log_probs": list, "entropy": list}), float32 [R] per sample.
     """
     here = unconcat_tokens[0].device
-    rows = response_rows(total_lengths, response_lengths).to(here)
+    part = _response_part(args, logits, total_lengths, response_lengths)
+    rows = part.rows.to(here)
     targets = torch.cat(
         [tokens[len(tokens) - n :] for tokens, n in zip(unconcat_tokens, response_lengths, strict=True)]
-    )
+    )[part.places.to(here)]
     if isinstance(logits, Tensor):
         log_probs, entropy = vocab_parallel_log_probs_and_entropy(
             logits.squeeze(0)[rows], targets, tp_group=_tensor_parallel_group(), with_entropy=with_entropy
         )
     else:
         log_probs, entropy = logits.log_probs_and_entropy(rows, targets, with_entropy)
-    out = {"log_probs": list(log_probs.split(list(response_lengths)))}
+    out = {"log_probs": list(part.whole(log_probs).split(list(response_lengths)))}
     if entropy is not None:
-        out["entropy"] = list(entropy.split(list(response_lengths)))
+        out["entropy"] = list(part.whole(entropy).split(list(response_lengths)))
     return torch.empty(0, device=here), out
 
 
-def get_values(logits: Tensor, *, total_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[Tensor]:
-    """A value head's output [1, T, 1] as float32 [R] per sample: the value before each response token."""
-    rows = response_rows(total_lengths, response_lengths).to(logits.device)
-    return list(logits.reshape(-1)[rows].float().split(list(response_lengths)))
+def get_values(
+    logits: Tensor, *, args: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Tensor]:
+    """A value head's output [1, T / cp, 1] as float32 [R] per sample: the value before each response token."""
+    part = _response_part(args, logits, total_lengths, response_lengths)
+    values = part.whole(logits.reshape(-1)[part.rows.to(logits.device)].float())
+    return list(values.split(list(response_lengths)))
 
 
 def policy_loss_function(
@@ -145,7 +154,8 @@ def policy_loss_function(
 
     token_log_ratio, outside = clamp_log_ratio(log_probs - old_log_probs)
     if args.advantage_estimator == "gspo":
-        ppo_kl = torch.cat(_gspo_kl(batch, log_probs, old_log_probs))
+        lengths = list(batch["response_lengths"])
+        ppo_kl = torch.cat(compute_gspo_kl(log_probs.split(lengths), old_log_probs.split(lengths), masks))
     else:
         ppo_kl = -token_log_ratio
     if args.advantage_estimator == "cispo":
@@ -196,9 +206,11 @@ def policy_loss_function(
 def value_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[Tensor, Metrics]:
-    """Clipped value loss. logits: the value head's output [1, T, 1]; batch needs values (old) and returns."""
+    """Clipped value loss. logits: the value head's output [1, T / cp, 1]; batch needs values (old) and returns."""
     mask = torch.cat(batch["loss_masks"])
-    new = get_values(logits, total_lengths=batch["total_lengths"], response_lengths=batch["response_lengths"])
+    new = get_values(
+        logits, args=args, total_lengths=batch["total_lengths"], response_lengths=batch["response_lengths"]
+    )
     values = select(torch.cat(new), mask)
     losses, clipped = compute_value_loss(
         values, _column(batch, "values", mask), _column(batch, "returns", mask), args.value_clip
@@ -313,19 +325,19 @@ def _column(batch: dict[str, Any], name: str, mask: Tensor) -> Tensor:
     return select(torch.cat(_list(batch, name)).to(mask.device), mask)
 
 
+def _response_part(
+    args: Any, logits: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> ResponsePart:
+    """Rows of this rank's logits (a tensor [1, T / cp, ...] or a DeferredLogits) and the tokens they predict."""
+    rows, context = response_rows(total_lengths, response_lengths), context_parallel(args)
+    if context.size == 1:
+        return ResponsePart(rows, torch.arange(len(rows)), len(rows), context)
+    local_rows = logits.size(1) if isinstance(logits, Tensor) else logits.hidden.size(0)
+    return response_part(rows, total_lengths, context, local_rows)
+
+
 def _tensor_parallel_group() -> Any:
     return mpu.get_tensor_model_parallel_group() if mpu.model_parallel_is_initialized() else None
-
-
-def _gspo_kl(batch: dict[str, Any], log_probs: Tensor, old_log_probs: Tensor) -> list[Tensor]:
-    """Sequence log-ratios; a sequence that context parallelism split is gathered first."""
-    lengths = list(batch["response_lengths"])
-
-    def whole(x: Tensor) -> list[Tensor]:
-        parts = x.split(lengths)
-        return [all_gather_with_cp(p, t, r) for p, t, r in zip(parts, batch["total_lengths"], lengths, strict=True)]
-
-    return compute_gspo_kl(whole(log_probs), whole(old_log_probs), batch["loss_masks"])
 
 
 def _importance_weighted(

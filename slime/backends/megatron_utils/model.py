@@ -126,6 +126,15 @@ def check_layout(args: Any, hf: HFConfig) -> None:
         )
     if hf.num_layers % pp:
         raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers")
+    if args.context_parallel_size > 1 and hf.sliding_window and uses_transformer_engine(args):
+        raise ConfigError(
+            f"--context-parallel-size {args.context_parallel_size}: Transformer Engine has no sliding window "
+            f"({hf.sliding_window} in config.json) on packed sequences under it; use --transformer-impl local"
+        )
+    if args.context_parallel_size > 1 and args.allgather_cp and hf.latent:
+        raise ConfigError(
+            f"--allgather-cp: {hf.model_type} has latent attention, which is built for the zigzag cut only"
+        )
 
 
 def _windowed_layers(hf: HFConfig) -> list[int] | None:

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.attention_cp import ContiguousSelfAttention
 from slime.backends.megatron_utils.device import has_cuda
 from slime.backends.megatron_utils.norm import LatentNorm, NormedResidual, RMSNorm
 from slime.config.errors import ConfigError
@@ -32,12 +33,17 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(args: Any) -> bool:
-    """--transformer-impl: auto takes Transformer Engine where it is installed with CUDA. Raises ConfigError."""
+    """--transformer-impl: auto takes Transformer Engine where it is installed with CUDA. Raises ConfigError.
+
+    Under context parallelism auto takes the torch spec for what Transformer Engine's attention lacks: the contiguous
+    cut of --allgather-cp.
+    """
     if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
             "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine; use auto or local"
         )
-    return args.transformer_impl != "local" and has_transformer_engine()
+    contiguous = args.context_parallel_size > 1 and args.allgather_cp
+    return args.transformer_impl != "local" and has_transformer_engine() and not contiguous
 
 
 def block_spec(
@@ -50,7 +56,8 @@ def block_spec(
     if uses_transformer_engine(args):
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
-        block = torch_block_spec(config, vp_stage)
+        contiguous = args.context_parallel_size > 1 and args.allgather_cp
+        block = torch_block_spec(config, vp_stage, ContiguousSelfAttention if contiguous else SelfAttention)
     for layer in block.layer_specs if post_norms else ():
         parts = layer.submodules
         parts.self_attn_bda, parts.mlp_bda = (ModuleSpec(NormedResidual, {"config": config}) for _ in range(2))
@@ -59,11 +66,13 @@ def block_spec(
     return block
 
 
-def torch_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def torch_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, module: type[SelfAttention] = SelfAttention
+) -> TransformerBlockSubmodules:
     """The layers of this stage on plain torch."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [torch_layer_spec(config, moe=is_moe_layer(config, offset + i)) for i in range(count)]
+    layers = [torch_layer_spec(config, is_moe_layer(config, offset + i), module) for i in range(count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -75,7 +84,9 @@ def is_moe_layer(config: TransformerConfig, layer: int) -> bool:
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
 
 
-def torch_layer_spec(config: TransformerConfig, moe: bool = False) -> ModuleSpec:
+def torch_layer_spec(
+    config: TransformerConfig, moe: bool = False, module: type[SelfAttention] = SelfAttention
+) -> ModuleSpec:
     """A layer of Megatron's parallel linear layers with our norm and core attention.
 
     `sharded_state_dict_keys_map` names the norms in checkpoints as Transformer Engine's fused layers do, so that a
@@ -89,7 +100,7 @@ def torch_layer_spec(config: TransformerConfig, moe: bool = False) -> ModuleSpec
         attention = _latent_attention(backend)
         keys = {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
     else:
-        attention = _self_attention(backend, config)
+        attention = _self_attention(backend, config, module)
         keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not moe:
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -107,10 +118,10 @@ def torch_layer_spec(config: TransformerConfig, moe: bool = False) -> ModuleSpec
     )
 
 
-def _self_attention(backend: LocalSpecProvider, config: TransformerConfig) -> ModuleSpec:
+def _self_attention(backend: LocalSpecProvider, config: TransformerConfig, module: type[SelfAttention]) -> ModuleSpec:
     head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=module,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.column_parallel_linear(),

@@ -21,8 +21,8 @@ from slime.backends.megatron_utils.value_head import ValueHead
 def forward_logits(args: Any, model: Any, micro_batch: MicroBatch, *, deferred: bool) -> Any:
     """One forward pass of a model chunk.
 
-    Returns what the next stage takes, [T, 1, H]; on the last stage a critic's values [1, T, 1], the DeferredLogits, or
-    float32 logits [1, T, V / tp] divided by the rollout temperature when not `deferred`.
+    Returns what the next stage takes, [T / cp, 1, H]; on the last stage a critic's values [1, T / cp, 1], the
+    DeferredLogits, or float32 logits [1, T / cp, V / tp] divided by the rollout temperature when not `deferred`.
     """
     gpt = unwrap(model)
     if gpt.post_process:
@@ -90,7 +90,7 @@ def compute_values(
 
     def read(output: Any, batch: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
         lengths = {name: batch[name] for name in ("total_lengths", "response_lengths")}
-        return {"values": get_values(output, **lengths)}
+        return {"values": get_values(output, args=args, **lengths)}
 
     return _forward_columns(args, model, micro_batches, num_samples, read)
 
@@ -215,14 +215,15 @@ def apply_gradients(optimizer: Any, clip_grad: float) -> tuple[bool, float]:
 
 
 def reduce_metrics(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Metrics of micro-batches over all data-parallel (and context-parallel) ranks: sums; maxima where named `*_max`.
+    """Metrics of micro-batches over all data-parallel ranks: sums; maxima where named `*_max`.
 
-    Ranks need not have the same names: a name that some lack is reduced over those that have it.
+    Context-parallel ranks all have the metrics of the whole, which count once. Ranks need not have the same names: a
+    name that some lack is reduced over those that have it.
     """
     mine: dict[str, float] = {}
     for part in parts:
         _merge(mine, {name: float(value) for name, value in part.items()})
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    group = mpu.get_data_parallel_group()
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     out: dict[str, float] = {}

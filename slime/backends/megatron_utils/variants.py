@@ -125,8 +125,11 @@ def _missing(args: Any, hf: HFConfig, te: bool) -> Iterator[str]:
                 f"num_experts_per_tok {hf.num_experts_per_tok} with topk_group {groups}: Megatron-Core's router ranks "
                 "groups by two experts only when there are twice as many experts as groups"
             )
-    if args.context_parallel_size > 1 and (hf.latent is not None or hf.model_type == "gpt_oss"):
-        yield "latent attention and attention sinks are not supported with --context-parallel-size above 1"
+    if te and args.context_parallel_size > 1 and (hf.latent is not None or hf.model_type == "gpt_oss"):
+        yield (
+            "latent attention and attention sinks are supported with --context-parallel-size above 1 by our torch spec "
+            "only; use --transformer-impl local"
+        )
     if hf.latent is not None:
         if not raw.get("rope_interleave", True):
             yield "rope_interleave false is not supported: Megatron-Core's latent attention rotates neighbours"
