@@ -108,10 +108,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dual clip": dict(eps_clip=0.05, eps_clip_high=0.05, eps_clip_c=1.1),
     "TIS": dict(use_tis=True, tis_clip=1.3),
     "IcePop": dict(custom_tis_function_path="slime.utils.importance.icepop_function", tis_clip=1.5, tis_clip_low=0.5),
-    "MIS geometric": dict(
-        custom_tis_function_path="slime.utils.importance.mis_function",
-        extra=dict(mis_level="geometric", mis_mode="mask", mis_lower=0.4, mis_upper=1.6),
-    ),
+    "MIS geometric": dict(use_tis=True, tis_level="geometric", tis_mode="mask", tis_clip=1.6, tis_clip_low=0.4),
     "per-token loss": dict(calculate_per_token_loss=True, entropy_coef=0.01),
     "KL k1": dict(kl_loss_type="k1", **_KL),
     "KL k2": dict(kl_loss_type="k2", **_KL),
@@ -127,7 +124,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     ),
     "combined loss": dict(
         custom_loss_path="slime_plugins.openclaw.combine_loss.combine_loss_function",
-        extra=dict(openclaw_combine_w_opd=0.5, openclaw_combine_w_rl=1.5),
+        extra=dict(w_opd=0.5, w_rl=1.5),
         **_CUSTOM,
     ),
     "custom loss on logits": dict(custom_loss_path=f"{HERE}.loss_on_logits", **_CUSTOM),

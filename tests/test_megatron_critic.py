@@ -95,7 +95,7 @@ def assert_same(run, reference, rtol=1e-5):
         (2, dict(context_parallel_size=2)),
         (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
     ],
-    ids=["dp2", "tp2", "pp2", "tp2 sp pp2"],
+    ids=["dp2", "tp2", "pp2", "cp2", "tp2 sp pp2"],
 )
 def test_every_layout_is_one_process(model, reference, world, changes):
     assert_same(train_critic(world, ppo_args(model, world, **changes), ROLLOUTS), reference)
