@@ -64,8 +64,9 @@ class ContiguousSelfAttention(SelfAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.pg_collection = copy.copy(self.pg_collection)
-        self.pg_collection.cp = _Alone()  # Megatron's attention asks it for rotary embedding only
+        groups: Any = copy.copy(self.pg_collection)  # type: ignore[has-type]
+        groups.cp = _Alone()  # Megatron's attention asks it for rotary embedding only
+        self.pg_collection = groups
 
     def forward(
         self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Any, packed_seq_params: Any, **kwargs: Any
