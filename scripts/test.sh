@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_cpu.sh
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-exec python -m pytest -n 2 --dist loadgroup "$@"
+exec python -m pytest -n 2 --no-loadscope-reorder "$@"

@@ -8,12 +8,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tools`
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """For `pytest -n 2 --dist loadgroup`: engine tests share one worker, and so one engine; files stay together."""
-    for item in items:
-        group = "engine" if item.get_closest_marker("engine") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """For `pytest -n 2`: files stay together, and those that need an engine go to one worker, so to one engine."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    folder = Path(__file__).parent
+    engine = {f.name for f in folder.glob("test_*.py") if "pytest.mark.engine" in f.read_text()}
+
+    class OneEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0].rpartition("/")[2]
+            return "engine" if file in engine else file
+
+    return OneEngine(config, log)
 
 
 @pytest.fixture(scope="session")
