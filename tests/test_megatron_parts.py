@@ -51,7 +51,7 @@ def test_packed_attention_is_attention_of_each_sequence(window):
     from slime.backends.megatron_utils.attention import PackedAttention
 
     class Config:
-        attention_dropout, kv_channels, window_attn_skip_freq = 0.0, 5, None
+        attention_dropout, kv_channels, window_attn_skip_freq, softmax_type = 0.0, 5, None, "vanilla"
         window_size = (window - 1, 0) if window else None
 
     torch.manual_seed(0)
@@ -77,6 +77,7 @@ def test_packed_attention_refuses_what_it_would_ignore():
 
     class Config:
         attention_dropout, kv_channels, window_size, window_attn_skip_freq = 0.0, 5, None, None
+        softmax_type = "vanilla"
 
     x = torch.zeros(2, 1, 5)
     _, _, packed = data.pack([torch.zeros(2, dtype=torch.long)])
@@ -159,8 +160,8 @@ def test_rope_frequencies_are_those_of_transformers(scaling):
 def test_rope_scaling_that_is_not_built_is_named():
     from slime.backends.megatron_utils.rope import rope_frequencies
 
-    with pytest.raises(ConfigError, match="yarn"):
-        rope_frequencies(parse_hf_config(CONFIG | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}))
+    with pytest.raises(ConfigError, match="dynamic"):
+        rope_frequencies(parse_hf_config(CONFIG | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
 
 
 @pytest.mark.parametrize(
@@ -169,13 +170,21 @@ def test_rope_scaling_that_is_not_built_is_named():
         ({}, dict(tensor_model_parallel_size=4), "6 attention heads"),
         ({"intermediate_size": 53}, dict(tensor_model_parallel_size=2), "intermediate_size 53"),
         ({}, dict(pipeline_model_parallel_size=4), "6 layers"),
-        ({"attention_bias": True}, {}, "output projections"),
-        ({"hidden_act": "gelu"}, {}, "gelu"),
     ],
 )
-def test_impossible_models_and_layouts_are_named(config, flags, message):
+def test_impossible_layouts_are_named(config, flags, message):
     with pytest.raises(ConfigError, match=message):
         check_layout(make_args("", **flags), parse_hf_config(CONFIG | config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"), [({"attention_bias": True}, "output projections"), ({"hidden_act": "gelu"}, "gelu")]
+)
+def test_parts_that_are_not_built_are_named(config, message):
+    from slime.backends.megatron_utils.variants import check_runnable
+
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(make_args(""), parse_hf_config(CONFIG | config), te=False)
 
 
 @pytest.mark.parametrize(("layers", "pp", "message"), [(1, 2, "at least 3"), (4, 3, "must divide")])
