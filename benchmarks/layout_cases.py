@@ -19,7 +19,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral, window of 7": dict(arch="mistral", num_layers=2, **_SIZES),
     "qwen3_moe": dict(arch="qwen3_moe", num_layers=4, **_SIZES),
     "deepseek_v3": dict(arch="deepseek_v3", num_layers=4, **{**_SIZES, "num_key_value_heads": 6}),
-    "gpt_oss": dict(arch="gpt_oss", num_layers=4, **_SIZES),
 }
 WINDOW = 7
 
@@ -84,8 +83,6 @@ LAYOUTS: dict[str, Layout] = {
     "moe cp2 ep2 contiguous": _layout(2, _MOE, cp=2, ep=2, allgather_cp=True),
     "latent tp2 sp ep2": _layout(2, "deepseek_v3", tp=2, sp=True, ep=2, expert_tensor_parallel_size=1),
     "latent cp2": _layout(2, "deepseek_v3", cp=2),
-    "sinks cp2 pp2": _layout(4, "gpt_oss", cp=2, pp=2),
-    "sinks cp2 contiguous": _layout(2, "gpt_oss", cp=2, allgather_cp=True),
 }
 QUICK_LAYOUTS = (
     "tp2 sp", "pp2", "dp3", "cp2", "cp2 tp2 sp", "cp4 contiguous", "windowed cp2", "moe cp2 ep2", "micro-batches of 1",
