@@ -150,6 +150,10 @@ class Run:
         lines = (self.folder / f"life_{self.lives}.log").read_text().splitlines()
         return sum(line.startswith("step ") for line in lines)
 
+    def ray_did_not_start(self) -> bool:
+        """Ray gives its own processes 30 seconds to come up, which a busy machine may not manage; no fault of ours."""
+        return "timed out during startup" in (self.folder / f"life_{self.lives}.log").read_text()
+
     def restarts(self) -> list[int]:
         """Steps that this run was resumed at, by its ledger."""
         try:
@@ -230,7 +234,7 @@ def undisturbed(run: Run) -> None:
 def disturbed(run: Run, kills: int, mode: str, rng: random.Random) -> dict[str, Any]:
     """Kills and restarts until the run is through. Returns counts."""
     done: collections.Counter[str] = collections.Counter()
-    out: dict[str, Any] = {"kills": 0, "committed_lost": 0, "left_behind": 0}
+    out: dict[str, Any] = {"kills": 0, "committed_lost": 0, "left_behind": 0, "slow_starts": 0}
     victims = ["driver", "rank", "engine"] if mode == "engine" else ["driver", "rank"]
     run.start()
     expected, known = None, 0  # the step that this life must resume at; restarts before it
@@ -245,6 +249,10 @@ def disturbed(run: Run, kills: int, mode: str, rng: random.Random) -> dict[str, 
         moment = rng.choice(["start", "step", "step", "save", "save", "save"])
         kind = victims[out["kills"] % len(victims)]
         if not wait_for(moment, run, rng):
+            if run.ray_did_not_start():
+                out["slow_starts"] += 1
+                run.start()
+                continue
             break
         victim = run.victim(kind, rng)
         if victim is None:
@@ -266,6 +274,9 @@ def disturbed(run: Run, kills: int, mode: str, rng: random.Random) -> dict[str, 
         check_resumed()
         committed = run.committed()
         expected, known = None if committed is None else committed + 1, len(run.restarts())
+        run.start()
+    if run.wait(1800.0) != 0 and run.ray_did_not_start():
+        out["slow_starts"] += 1
         run.start()
     if run.wait(1800.0) != 0:
         raise SystemExit(f"the last life failed; see {run.folder}/life_{run.lives}.log")
