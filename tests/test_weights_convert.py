@@ -157,7 +157,7 @@ def pickled(folder):
 
 
 BAD = [
-    (nan_in_two, ["up_proj.weight: 72 of 14976 are NaN or infinite", "model.norm.weight: 1 of 72 are NaN"]),
+    (nan_in_two, ["up_proj.weight: 72 of 7488 are NaN or infinite", "model.norm.weight: 1 of 72 are NaN"]),
     (truncated, ["model.safetensors: damaged or incomplete"]),
     (index_of_missing_file, ["names model-00002-of-00002.safetensors, not in the folder"]),
     (pickled, ["has pytorch_model.bin but no *.safetensors; pickled weights are not read"]),

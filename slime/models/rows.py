@@ -68,6 +68,17 @@ def split(rows: Rows, parts: int) -> list[Rows]:
     return [tuple(part) for part in out]
 
 
+def take(rows: Rows, start: int, count: int) -> Rows:
+    """`count` of the rows, from number `start` on."""
+    out = []
+    for run in rows:
+        first, last = max(start, 0), min(start + count, len(run))
+        if first < last:
+            out.append(run.part(first, last - first))
+        start -= len(run)
+    return tuple(out)
+
+
 class Step:
     """One transform of a `Form`: from parts (rows each) to parts, for `tp` ranks."""
 

@@ -1,17 +1,19 @@
 """Tensors of a distributed checkpoint, read one at a time, under whatever layout it was written."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.backends.megatron_utils.convert.regions import Region, StoredParam
 from slime.config.errors import ConfigError
+from slime.models.rows import Pieces, merge, split, take
 
 
 class CheckpointReader:
@@ -40,6 +42,41 @@ class CheckpointReader:
             return entry  # written by something else than Megatron
         chunks = self._chunks[region.key, count].get(region.offset[:count], [])
         return TensorStorageMetadata(entry.properties, entry.size, chunks)
+
+    def sources(self, param: StoredParam) -> list[Pieces]:
+        """The Hugging Face tensors that a parameter holds, in the checkpoint's dtype, as pieces of what was stored."""
+        declared = param.bound.param
+        axis, tensors, rows = declared.form.axis, [], []
+        by_region = split(declared.shards(1)[0], len(param.regions))
+        for region, of_region in zip(param.regions, by_region, strict=True):
+            for start, tensor in self._stored(region, axis):
+                tensors.append(tensor)
+                rows.append(take(of_region, start, tensor.size(axis)))
+        return merge(tensors, rows, axis, declared.sizes)
+
+    def _stored(self, region: Region, axis: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, tensor) of a box: the stored chunks themselves where they are cut along `axis` only."""
+        at = region.stacked + axis
+        first, end = region.offset[at], region.offset[at] + region.size[at]
+        chunks = [c for c in self._candidates(region).chunks if first <= c.offsets[at] < end]
+        across = [i for i in range(len(region.size)) if i != at]
+        if any(c.offsets[i] != region.offset[i] or c.sizes[i] != region.size[i] for c in chunks for i in across):
+            out = torch.empty(region.own_size, dtype=self.tensors[region.key].properties.dtype)
+            self._fill(region, _with_leading(out, region.stacked))
+            yield 0, out
+            return
+        for chunk in sorted(chunks, key=lambda c: c.offsets[at]):
+            tensor = self._load(region.key, chunk).view(tuple(chunk.sizes[region.stacked :]))
+            start = chunk.offsets[at] - first
+            yield start, tensor.narrow(axis, 0, min(tensor.size(axis), region.size[at] - start))
+
+    def _load(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        try:
+            with open(self.folder / info.relative_path, "rb") as stream:
+                return torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ConfigError(f"{self.folder / info.relative_path}: {key} cannot be read ({error!r})") from None
 
     def read(self, param: StoredParam) -> torch.Tensor:
         """The whole parameter, in the checkpoint's dtype. Raises ConfigError for a file that is missing or damaged."""

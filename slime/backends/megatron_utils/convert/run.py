@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from slime.backends.megatron_utils import checkpoint
 from slime.backends.megatron_utils.convert import to_hf, to_megatron, verify
@@ -82,7 +85,7 @@ def convert_to_megatron(job: Job, say: Callable[[str], None]) -> None:
         )  # fmt: skip
         raise_faults((line for unit in written for line in unit.faults), f"{job.input}: broken weights, nothing kept")
         to_megatron.finish(partial, structure, units, written)
-        digests = _each_file(job, partial)
+        digests = _each_file(partial)
         final = commit(output, 0, digests, run={}, keep_last=None)
         shutil.rmtree(journal.folder)
         say(f"{output}: written")
@@ -174,16 +177,12 @@ def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file())
 
 
-def _each_file(job: Job, folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file, for the manifest."""
+def _each_file(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and digest of every file, for the manifest. Threads do: hashing leaves Python's lock."""
     names = files_in(folder)
-    sizes = [(folder / name).stat().st_size for name in names]
-    found = run_units(_start_digests, (folder,), names, sizes, processes=job.processes, title="digests")
-    return dict(zip(names, found, strict=True))
-
-
-def _start_digests(folder: Path) -> Callable[[str], dict[str, Any]]:
-    return lambda name: describe(folder / name)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = tqdm(pool.map(describe, [folder / name for name in names]), total=len(names), desc="digests")
+        return dict(zip(names, found, strict=True))
 
 
 @contextlib.contextmanager

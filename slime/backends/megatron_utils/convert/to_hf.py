@@ -1,8 +1,9 @@
 """A distributed checkpoint into a complete Hugging Face folder, each tensor written at its place in its file."""
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -76,17 +77,17 @@ def start_writer(checkpoint: str, target: str, layout: Layout) -> Callable[[Sequ
             bound = param.bound
             if not bound.param.exported:
                 continue
-            tensor = reader.read(param)
-            if bad := count_non_finite(tensor):
-                faults.append(f"{bound.name}: {bad} of {tensor.numel()} are NaN or infinite")
-            for name, declared, pieces in zip(
-                bound.hf_names, bound.param.hf, bound.param.unload([tensor]), strict=True
-            ):
+            for name, declared, pieces in zip(bound.hf_names, bound.param.hf, reader.sources(param), strict=True):
                 place = layout.places[name]
                 slab = 0 if declared.stacked is None else (bound.expert or 0)
-                data = as_in_file(pieces, declared.transposed, place.dtype)
-                _write(files[place.file], place.offset + slab * place.slab_bytes, data)
+                offset, bad = place.offset + slab * place.slab_bytes, 0
+                for data in as_in_file(pieces, declared.transposed, place.dtype):
+                    bad += count_non_finite(data)
+                    offset = _write(files[place.file], offset, data)
                 touched.add(place.file)
+                if bad:
+                    expert = "" if declared.stacked is None else f" (expert {slab})"
+                    faults.append(f"{name}{expert}: {bad} of {math.prod(pieces.shape)} are NaN or infinite")
         for name in touched:
             os.fsync(files[name])
         return faults
@@ -94,14 +95,17 @@ def start_writer(checkpoint: str, target: str, layout: Layout) -> Callable[[Sequ
     return work
 
 
-def as_in_file(pieces: Pieces, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor (of one expert) as the file has it."""
-    whole = pieces.whole()
-    return (whole.mT if transposed else whole).to(dtype).contiguous()
+def as_in_file(pieces: Pieces, transposed: bool, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """A tensor (of one expert) as the file has it, in parts that follow each other there."""
+    together = transposed or pieces.axis != 0 or pieces.runs is not None
+    for part in (pieces.whole(),) if together else pieces.parts:
+        yield (part.mT if transposed else part).to(dtype).contiguous()
 
 
-def _write(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
+def _write(descriptor: int, offset: int, tensor: torch.Tensor) -> int:
+    """Returns the offset behind what was written."""
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     while data:
         n = os.pwrite(descriptor, data, offset)
         data, offset = data[n:], offset + n
+    return offset

@@ -28,14 +28,14 @@ from slime.models.table import Bound
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What one rank of the layout holds of a parameter. rows: where they come from; regions: the boxes they fill, one
-    after the other. rank: None when every rank holds it."""
+    """What one rank of the layout holds of a parameter. regions: the boxes it fills, one after the other; rows: where
+    the rows of each come from. rank: None when every rank holds it."""
 
     bound: Bound
     rank: int | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: Rows
+    rows: tuple[Rows, ...]
     regions: tuple[Region, ...]
 
     @property
@@ -63,8 +63,8 @@ def cut(param: StoredParam, tp: int, etp: int, vocab_multiple: int) -> list[Shar
         raise ValueError(f"{param.bound.name} over {parts} tensor-parallel ranks: {error}") from None
     out = []
     for rank in range(parts):
-        mine = join([of_region[rank] for of_region in cuts])
-        shape = (*param.shape[:axis], size(mine), *param.shape[axis + 1 :])
+        mine = tuple(of_region[rank] for of_region in cuts)
+        shape = (*param.shape[:axis], sum(map(size, mine)), *param.shape[axis + 1 :])
         boxes = tuple(region.part(axis, rank, parts) for region in regions)
         out.append(Shard(param.bound, rank if parts > 1 else None, shape, param.dtype, mine, boxes))
     return out
@@ -105,36 +105,38 @@ def start_writer(source: str, target: str) -> Callable[[FileUnit], Written]:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Reads a parameter when torch's writer wants it, and keeps one at a time."""
+    """Reads what is to be written when torch's writer wants it."""
 
     def __init__(self, folder: HFFolder, unit: FileUnit):
         super().__init__()
         self.folder, self.unit = folder, unit
-        self.where = {MetadataIndex(r.key, r.offset): (shard, r) for shard in unit.shards for r in shard.regions}
+        self.where = {
+            MetadataIndex(region.key, region.offset): (shard, region, rows)
+            for shard in unit.shards
+            for region, rows in zip(shard.regions, shard.rows, strict=True)
+        }
         self.faults: list[str] = []
-        self._held: tuple[Shard, torch.Tensor] | None = None
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:
             return io.BytesIO(self.unit.objects[write_item.index.fqn])
-        shard, region = self.where[write_item.index]
-        if self._held is None or self._held[0] is not shard:
-            self._held = None  # before the next one is read
-            self._held = (shard, self._read(shard))
-        axis, start = shard.bound.param.form.axis, 0
-        for other in shard.regions:
-            if other is region:
-                break
-            start += other.own_size[axis]
-        rows = self._held[1].narrow(axis, start, region.own_size[axis])
-        return rows.view(region.size) if rows.is_contiguous() else rows.reshape(region.size)
-
-    def _read(self, shard: Shard) -> torch.Tensor:
-        out = torch.empty(shard.shape, dtype=shard.dtype)
-        fill(out, shard.rows, shard.bound.param.form.axis, row_reader(self.folder, shard.bound))
-        if bad := count_non_finite(out):
+        shard, region, rows = self.where[write_item.index]
+        tensor = self._read(shard, region, rows).contiguous()
+        if bad := count_non_finite(tensor):
+            names = {shard.bound.hf_names[run.source] for run in rows if run.source != PADDING}
             where = "" if shard.rank is None else f", the part of rank {shard.rank}"
-            self.faults.append(f"{' + '.join(shard.bound.hf_names)}{where}: {bad} of {out.numel()} are NaN or infinite")
+            self.faults.append(f"{' + '.join(sorted(names))}{where}: {bad} of {tensor.numel()} are NaN or infinite")
+        return tensor.view(region.size)
+
+    def _read(self, shard: Shard, region: Region, rows: Rows) -> torch.Tensor:
+        """The rows as the file has them where they lie together in it, else put together in new memory."""
+        axis, read = shard.bound.param.form.axis, row_reader(self.folder, shard.bound)
+        if len(rows) == 1 and rows[0].source != PADDING and rows[0].step == 1:
+            tensor = read(rows[0].source, rows[0].start, rows[0].stop)
+            if tensor.dtype is shard.dtype:
+                return tensor
+        out = torch.empty(region.own_size, dtype=shard.dtype)
+        fill(out, rows, axis, read)
         return out
 
 

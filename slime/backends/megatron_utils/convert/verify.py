@@ -26,10 +26,8 @@ def start_comparison(checkpoint: str, hf_folder: str, dtypes: dict[str, torch.dt
         folder, faults = HFFolder(hf_folder), []
         for param in params:
             bound = param.bound
-            for name, declared, pieces in zip(
-                bound.hf_names, bound.param.hf, bound.param.unload([reader.read(param)]), strict=True
-            ):
-                ours = as_in_file(pieces, declared.transposed, dtypes[name])
+            for name, declared, pieces in zip(bound.hf_names, bound.param.hf, reader.sources(param), strict=True):
+                ours = torch.cat(list(as_in_file(pieces, declared.transposed, dtypes[name])))
                 theirs = folder.read(name, slab=None if declared.stacked is None else bound.expert)
                 if not same_bytes(ours, theirs.to(dtypes[name])):
                     expert = "" if declared.stacked is None else f" (expert {bound.expert})"
