@@ -136,7 +136,8 @@ def untied_head(table: WeightTable, folder: HFFolder) -> str | None:
     )
 
 
-_EXPONENTS: dict[torch.dtype, Any] = {  # bits of an exponent of ones only, which NaN and infinity have, in integers as wide
+# Bits of an exponent of ones only, which NaN and infinity have, in integers as wide.
+_EXPONENTS: dict[torch.dtype, Any] = {
     torch.bfloat16: np.int16(0x7F80),
     torch.float16: np.int16(0x7C00),
     torch.float32: np.int32(0x7F800000),
