@@ -28,7 +28,7 @@ def prompts(count: int) -> list[list[dict[str, str]]]:
     ]
 
 
-def run_slime(model: str, steps: int, threads: int, folder: Path, dtype: str) -> list[float]:
+def run_slime(model: str, steps: int, threads: int, folder: Path, dtype: str, engines: int = 1) -> list[float]:
     """Seconds of each step."""
     data = folder / "prompts.jsonl"
     rows = [json.dumps({"prompt": p, "label": ""}) for p in prompts(PROMPTS * steps)]
@@ -36,7 +36,7 @@ def run_slime(model: str, steps: int, threads: int, folder: Path, dtype: str) ->
     command = [
         sys.executable, str(ROOT / "train.py"), "--device", "cpu", "--hf-checkpoint", model, "--prompt-data", str(data),
         "--apply-chat-template", "--params-dtype", dtype, "--num-rollout", str(steps),
-        "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(GROUP),
+        "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(GROUP), "--rollout-num-gpus", str(engines),
         "--rollout-max-response-len", str(NEW_TOKENS), "--rollout-max-context-len", "512",
         "--custom-rm-path", "benchmarks.vs_trl.slime_reward",
         "--custom-generate-function-path", "benchmarks.vs_trl.generate",
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--hf-checkpoint", required=True)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--engines", type=int, default=1, help="SGLang engines; they share the threads")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--folder", type=Path, default=Path("runs/vs_trl"))
     parser.add_argument("--only", choices=["slime", "trl"], help=argparse.SUPPRESS)
@@ -117,12 +118,13 @@ def main() -> None:
     env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
     trl = json.loads(out.strip().splitlines()[-1])
-    slime = run_slime(model, options.steps, options.threads, options.folder.resolve(), options.dtype)
+    slime = run_slime(model, options.steps, options.threads, options.folder.resolve(), options.dtype, options.engines)
     samples = PROMPTS * GROUP
     rate = {"trl": samples / statistics.median(trl[1:]), "slime": samples / statistics.median(slime[1:])}
     print(f"seconds per step: trl {[round(t, 1) for t in trl]}, slime {[round(t, 1) for t in slime]}")
     print(json.dumps({
-        "benchmark": "vs_trl", "dtype": options.dtype, "samples_per_step": samples, "new_tokens": NEW_TOKENS,
+        "benchmark": "vs_trl", "dtype": options.dtype, "engines": options.engines,
+        "samples_per_step": samples, "new_tokens": NEW_TOKENS,
         "slime_samples_per_s": round(rate["slime"], 3), "trl_samples_per_s": round(rate["trl"], 3),
         "ratio": round(rate["slime"] / rate["trl"], 3),
     }))  # fmt: skip
