@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from tqdm import tqdm
 
 from slime.config.errors import ConfigError
@@ -84,9 +85,14 @@ def _run(
     start: Callable[..., Any], start_args: tuple[Any, ...], units: Sequence[Any], todo: Iterable[int], processes: int
 ) -> Iterator[tuple[int, Any]]:
     if processes <= 1:
-        work = start(*start_args)
-        for number in todo:
-            yield number, work(units[number])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # thousands of small copies: handing them to threads costs more than they do
+        try:
+            work = start(*start_args)
+            for number in todo:
+                yield number, work(units[number])
+        finally:
+            torch.set_num_threads(threads)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _begin, (start, start_args)) as pool:
@@ -106,8 +112,6 @@ _work: Callable[[Any], Any] | None = None  # of a worker process
 
 def _begin(start: Callable[..., Any], start_args: tuple[Any, ...]) -> None:
     global _work
-    import torch
-
     torch.set_num_threads(1)
     _work = start(*start_args)
 
