@@ -2,15 +2,13 @@
 
 import contextlib
 import dataclasses
-import os
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from slime.backends.megatron_utils import checkpoint
 from slime.backends.megatron_utils.convert import to_hf, to_megatron, verify
@@ -79,14 +77,16 @@ def convert_to_megatron(job: Job, say: Callable[[str], None]) -> None:
         journal = Journal(output / ".partial_journal", (job.dtype, _fingerprint(job.input), units))
         _start_folder(partial, journal, say)
         nbytes = [sum(shard.nbytes for shard in unit.shards) for unit in units]
-        written = run_units(
-            to_megatron.start_writer, (str(job.input), str(partial)), units, nbytes,
-            processes=job.processes, title="to Megatron", journal=journal,
+        done = run_units(
+            to_megatron.start_writer, (str(job.input), str(partial)), units, nbytes, processes=job.processes,
+            title="to Megatron", journal=journal, seal=functools.partial(to_megatron.seal, partial),
         )  # fmt: skip
+        written = [unit for unit, _ in done]
         raise_faults((line for unit in written for line in unit.faults), f"{job.input}: broken weights, nothing kept")
         to_megatron.finish(partial, structure, units, written)
-        digests = _each_file(partial)
-        final = commit(output, 0, digests, run={}, keep_last=None)
+        files = {unit.file: digest for unit, (_, digest) in zip(units, done, strict=True)}
+        files.update({name: describe(partial / name) for name in files_in(partial) if name not in files})
+        final = commit(output, 0, files, run={}, keep_last=None)
         shutil.rmtree(journal.folder)
         say(f"{output}: written")
         if job.verify:
@@ -175,14 +175,6 @@ def _start_folder(partial: Path, journal: Journal, say: Callable[[str], None]) -
 def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
     """Files of the input by name, size and time of change: another input starts anew."""
     return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file())
-
-
-def _each_file(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file, for the manifest. Threads do: hashing leaves Python's lock."""
-    names = files_in(folder)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = tqdm(pool.map(describe, [folder / name for name in names]), total=len(names), desc="digests")
-        return dict(zip(names, found, strict=True))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from slime.models.check import count_non_finite
 from slime.models.hf_files import HFFolder, row_reader
 from slime.models.rows import PADDING, Pad, Rows, Run, fill, join, size, split
 from slime.models.table import Bound
+from slime.utils.checkpoint_folder import describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,18 @@ class FileUnit:
     shards: tuple[Shard, ...]
     objects: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
+    @property
+    def file(self) -> str:
+        """As torch's writer names it."""
+        return f"__{self.number}_0.distcp"
+
+
+def seal(target: Path, unit: FileUnit) -> dict[str, Any]:
+    """Flushes a unit's file to the disk; its size and digest, for the manifest."""
+    with open(target / unit.file, "rb") as file:
+        os.fsync(file.fileno())
+    return describe(target / unit.file)
+
 
 def start_writer(source: str, target: str) -> Callable[[FileUnit], Written]:
     """The work of one process: writes files of the checkpoint in `target` from the folder `source`."""
@@ -95,7 +109,7 @@ def start_writer(source: str, target: str) -> Callable[[FileUnit], Written]:
         planner = _LazyPlanner(folder, unit)
         items = [_item(shard, region) for shard in unit.shards for region in shard.regions]
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in unit.objects]
-        writer = FileSystemWriter(target, thread_count=1)
+        writer = FileSystemWriter(target, thread_count=1, sync_files=False)  # `seal` does
         # The number of a plan among all plans makes its file's name.
         plan = writer.prepare_global_plan([SavePlan([])] * unit.number + [SavePlan(items)])[-1]
         results = writer.write_data(plan, planner).wait()

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ def group(items: Sequence[T], nbytes: Callable[[T], int], processes: int) -> lis
 class Journal:
     """Remembers in a folder the results of finished units. plan: all that they depend on; another plan starts anew.
 
-    A unit counts when its result is written, and must have flushed its own output to the disk before.
+    A unit counts when its result is written; its output must have been flushed to the disk before.
     """
 
     def __init__(self, folder: Path, plan: Any):
@@ -63,21 +63,39 @@ class Journal:
 
 def run_units(
     start: Callable[..., Any], start_args: tuple[Any, ...], units: Sequence[Any], nbytes: Sequence[int],
-    *, processes: int, title: str, journal: Journal | None = None,
+    *, processes: int, title: str, journal: Journal | None = None, seal: Callable[[Any], Any] | None = None,
 ) -> list[Any]:  # fmt: skip
     """Results of all units, in order. `start(*start_args)` makes, in each process, the function that does a unit.
 
-    nbytes: of each unit, for the progress bar. With one process everything happens in this one.
+    nbytes: of each unit, for the progress bar. With one process everything happens in this one. seal(unit): what is
+    still to be done with a unit's output, in threads of this process while others go on; the results are then pairs.
     """
     done = journal.done() if journal else {}
     todo = [number for number in range(len(units)) if number not in done]
     bar = tqdm(total=sum(nbytes), unit="B", unit_scale=True, desc=title, initial=sum(nbytes[i] for i in done))
-    with bar:
-        for number, result in _run(start, start_args, units, todo, min(processes, len(todo))):
-            if journal:
-                journal.add(number, result)
-            done[number] = result
-            bar.update(nbytes[number])
+    sealing: dict[Future[Any], tuple[int, Any]] = {}
+
+    def finish(number: int, result: Any) -> None:
+        if journal:
+            journal.add(number, result)
+        done[number] = result
+        bar.update(nbytes[number])
+
+    def finish_sealed(futures: Iterable[Future[Any]]) -> None:
+        for future in futures:
+            number, result = sealing.pop(future)
+            finish(number, (result, future.result()))
+
+    with bar, ThreadPoolExecutor(2) as threads:
+        try:
+            for number, result in _run(start, start_args, units, todo, min(processes, len(todo))):
+                if seal is None:
+                    finish(number, result)
+                    continue
+                sealing[threads.submit(seal, units[number])] = number, result
+                finish_sealed([future for future in sealing if future.done()])
+        finally:
+            finish_sealed(list(sealing))
     return [done[number] for number in range(len(units))]
 
 
