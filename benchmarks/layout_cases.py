@@ -19,6 +19,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral, window of 7": dict(arch="mistral", num_layers=2, **_SIZES),
     "qwen3_moe": dict(arch="qwen3_moe", num_layers=4, **_SIZES),
     "deepseek_v3": dict(arch="deepseek_v3", num_layers=4, **{**_SIZES, "num_key_value_heads": 6}),
+    "qwen2_moe": dict(arch="qwen2_moe", num_layers=4, **{**_SIZES, "intermediate_size": 104}),
+    "glm4": dict(arch="glm4", num_layers=4, **_SIZES),
+    "glm4_moe": dict(arch="glm4_moe", num_layers=4, **_SIZES),
+    "gpt_oss": dict(arch="gpt_oss", num_layers=4, **_SIZES),
 }
 WINDOW = 7
 
@@ -44,6 +48,7 @@ def _layout(ranks: int, model: str = "qwen3", **flags: Any) -> Layout:
 
 _MOE, _WINDOWED = "qwen3_moe", "mistral, window of 7"
 _RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+_TP2_EP2 = dict(tp=2, sp=True, ep=2, expert_tensor_parallel_size=1)
 LAYOUTS: dict[str, Layout] = {
     "one micro-batch": _layout(1, max_tokens_per_gpu=10_000),
     "micro-batches of 1": _layout(1, mbs=1),
@@ -77,11 +82,17 @@ LAYOUTS: dict[str, Layout] = {
     "windowed tp2 pp2": _layout(4, _WINDOWED, tp=2, pp=2),
     "moe ep2": _layout(2, _MOE, ep=2),
     "moe ep4": _layout(4, _MOE, ep=4),
-    "moe tp2 sp ep2": _layout(2, _MOE, tp=2, sp=True, ep=2, expert_tensor_parallel_size=1),
+    "moe tp2 sp ep2": _layout(2, _MOE, **_TP2_EP2),
     "moe pp2 ep2": _layout(4, _MOE, pp=2, ep=2),
     "moe cp2 ep2": _layout(2, _MOE, cp=2, ep=2),
     "moe cp2 ep2 contiguous": _layout(2, _MOE, cp=2, ep=2, allgather_cp=True),
-    "latent tp2 sp ep2": _layout(2, "deepseek_v3", tp=2, sp=True, ep=2, expert_tensor_parallel_size=1),
+    "latent tp2 sp ep2": _layout(2, "deepseek_v3", **_TP2_EP2),
+    "gated shared expert tp2 sp ep2": _layout(2, "qwen2_moe", **_TP2_EP2),
+    "norms after tp2 sp": _layout(2, "glm4", tp=2, sp=True),
+    "sigmoid router tp2 sp ep2": _layout(2, "glm4_moe", **_TP2_EP2),
+    "sinks ep2": _layout(2, "gpt_oss", ep=2),
+    "sinks tp2 sp ep2": _layout(2, "gpt_oss", **_TP2_EP2),
+    "sinks pp2 cp2": _layout(4, "gpt_oss", pp=2, cp=2),
     "latent cp2": _layout(2, "deepseek_v3", cp=2),
 }
 QUICK_LAYOUTS = (

@@ -85,7 +85,7 @@ def base_args(folder: str, **flags: Any) -> Args:
     defaults: dict[str, Any] = dict(
         hf_checkpoint=folder, device="cpu", params_dtype="float32", lr=1e-2, adam_eps=1e-2, global_batch_size=7,
         rollout_batch_size=4, n_samples_per_prompt=4, num_rollout=3, max_tokens_per_gpu=50, log_probs_chunk_size=7,
-        rollout_temperature=0.8, distributed_timeout_minutes=2.0,
+        rollout_temperature=0.8, distributed_timeout_minutes=15.0,
     )  # fmt: skip
     return Args(**{**defaults, **flags})
 
@@ -159,7 +159,7 @@ def run_layout(
     folder: str, ranks: int, flags: dict[str, Any], names: Sequence[str]
 ) -> tuple[dict[str, Outcome], dict[str, np.ndarray]]:
     """Outcomes by algorithm, with the whole model's weights; and the weights at the start."""
-    results = run_ranks(ranks, run_algorithms, folder, flags, list(names), timeout=1200.0)
+    results = run_ranks(ranks, run_algorithms, folder, flags, list(names), timeout=3600.0)
     outcomes = {}
     for name in names:
         metrics = next(out[name].metrics for first, out, _ in results if first)

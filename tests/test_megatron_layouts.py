@@ -68,18 +68,23 @@ def test_virtual_pipeline_stages(tmp_path):
     assert_same_run(train(3, make_args(model, **changes), [rollout()]), reference)
 
 
-def test_mixture_of_experts(tmp_path):
-    model = tiny_model(tmp_path / "moe", "qwen3_moe", num_layers=2)
+EP2 = dict(expert_model_parallel_size=2)
+TP2_EP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1, **EP2)
+
+
+@pytest.mark.parametrize(
+    ("arch", "layouts"),
+    [
+        ("qwen3_moe", (EP2, TP2_EP2)),
+        ("deepseek_v3", (TP2_EP2,)),  # the keys' rotary part is shared by the heads of all ranks
+        ("gpt_oss", (TP2_EP2,)),  # experts with biases of their own on each rank
+    ],
+)
+def test_mixture_of_experts(tmp_path, arch, layouts):
+    heads = dict(num_key_value_heads=6) if arch == "deepseek_v3" else {}
+    model = tiny_model(tmp_path / "moe", arch, num_layers=2, **heads)
     reference = train(1, make_args(model), [rollout()])
-    for changes in (
-        dict(expert_model_parallel_size=2),
-        dict(
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            expert_model_parallel_size=2,
-            expert_tensor_parallel_size=1,
-        ),
-    ):
+    for changes in layouts:
         assert_same_run(train(2, make_args(model, **changes), [rollout()]), reference)
 
 

@@ -71,8 +71,8 @@ def derive(args: Args, hf: HFConfig | None) -> Args:
         out["update_weight_mode"] = "tensor" if args.colocate and cuda else "distributed"
     if args.tensor_model_parallel_size == 1:
         out["sequence_parallel"] = False
-    if hf is not None and hf.num_experts and args.tensor_model_parallel_size > 1:
-        out["sequence_parallel"] = True  # Megatron's experts need it under tensor parallelism
+    if hf is not None and (hf.num_experts or hf.latent) and args.tensor_model_parallel_size > 1:
+        out["sequence_parallel"] = True  # experts and latent attention need it under tensor parallelism
     for name in _PATHS:
         # Ray's workers may run in another folder.
         value = out.get(name, getattr(args, name))

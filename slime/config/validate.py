@@ -84,13 +84,6 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
 
 def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
     yield from disagreements(args, hf)
-    if hf.latent is not None and args.tensor_model_parallel_size > 1:
-        yield (
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: latent attention ({hf.model_type}) trains "
-            "with 1 only, with more its gradients are not those of one process yet; use pipeline or context parallelism"
-        )
-    if hf.model_type == "gpt_oss" and args.device == "cpu":
-        yield "gpt_oss trains on CUDA only: Megatron-Core's experts add their biases in place (conversion works here)"
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     for size, name in (
         (hf.num_attention_heads, "num_attention_heads"),

@@ -4,13 +4,15 @@ import functools
 import importlib.util
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.attention_cp import ContiguousSelfAttention
+from slime.backends.megatron_utils.attention_latent import LatentAttention
 from slime.backends.megatron_utils.device import has_cuda
 from slime.backends.megatron_utils.norm import LatentNorm, NormedResidual, RMSNorm
 from slime.config.errors import ConfigError
@@ -96,6 +99,8 @@ def torch_layer_spec(
     mlp = get_mlp_module_spec_for_backend(
         backend=backend, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
     )
+    if moe and config.add_bias_linear:
+        mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
     if config.multi_latent_attention:
         attention = _latent_attention(backend)
         keys = {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
@@ -118,6 +123,24 @@ def torch_layer_spec(
     )
 
 
+class BiasedExpertOutput(RowParallelLinear):
+    """The second layer of an expert with biases (gpt-oss), for what Megatron's expert does with the bias.
+
+    It adds the bias in place, which a view of an autograd function's output does not allow. And its bias is marked
+    as one that tensor-parallel ranks share, each for its part of the sequence: the gradients of different experts would
+    be added, and the norm of all gradients would leave out those of every rank but the first.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False  # type: ignore[union-attr]
+        self.bias.tensor_model_parallel = True  # type: ignore[union-attr]
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def _self_attention(backend: LocalSpecProvider, config: TransformerConfig, module: type[SelfAttention]) -> ModuleSpec:
     head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
@@ -136,7 +159,7 @@ def _self_attention(backend: LocalSpecProvider, config: TransformerConfig, modul
 def _latent_attention(backend: LocalSpecProvider) -> ModuleSpec:
     column: Any = backend.column_parallel_linear()
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,
