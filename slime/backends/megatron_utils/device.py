@@ -5,6 +5,7 @@ own view of the name `torch`, in which "cuda" means the CPU; torch itself stays 
 CUDA nothing here does anything.
 """
 
+import collections
 import contextlib
 import functools
 import importlib.machinery
@@ -110,6 +111,37 @@ class _CpuTorch(types.ModuleType):
         return getattr(torch, name)
 
 
+class _EagerSends(types.ModuleType):
+    """`torch.distributed` as Megatron's pipeline sees it on CPU: a send does not wait for the receiver.
+
+    The interleaved schedule sends a shape, then the data, and counts on NCCL's buffer for small messages: with gloo,
+    whose sends end when they are received, two neighbours can wait for each other's shape for ever.
+    """
+
+    IN_FLIGHT = 64  # sends that a rank may be ahead of its neighbours
+
+    def __init__(self) -> None:
+        super().__init__("torch.distributed")
+        self._sent: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    def batch_isend_irecv(self, ops: list[torch.distributed.P2POp]) -> list[Any]:
+        """Starts all; returns the handles of what is received."""
+        receives = []
+        for op in ops:
+            tensor = op.tensor.detach()  # keeps the data of an output that Megatron empties once it is "sent"
+            work = op.op(tensor, op.peer, op.group, op.tag)
+            if op.op is torch.distributed.isend:
+                self._sent.append((work, tensor))
+            else:
+                receives.append(work)
+        while len(self._sent) > self.IN_FLIGHT:
+            self._sent.popleft()[0].wait()
+        return receives
+
+
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -175,6 +207,9 @@ def _adapt_module(module: Any, view: _CpuTorch) -> None:
     elif name == "megatron.core.distributed.param_and_grad_buffer":
         module.dist_reduce_scatter_func = _unless_alone(module.dist_reduce_scatter_func)
         module.dist_all_gather_func = _unless_alone(module.dist_all_gather_func)
+    elif name == "megatron.core.pipeline_parallel.p2p_communication":
+        module.torch = _CpuTorch()  # type: ignore[attr-defined]
+        module.torch.distributed = _EagerSends()
     elif name == "megatron.core.transformer.multi_latent_attention" and not isinstance(module.TELinear, type):
         module.HAVE_TE = False  # type: ignore[attr-defined]  # Megatron's stand-in for Transformer Engine imports too
     elif name.startswith("megatron.core.transformer.moe"):
