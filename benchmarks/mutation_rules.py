@@ -1,0 +1,246 @@
+"""What `benchmarks/mutation.py` changes in the product's code, what it leaves alone, and which tests must notice.
+
+Operators are cosmic-ray's: its own generic ones that make sense in formulas, and ours for this domain, built on the
+same base class. An operator changes one place of a module at a time.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+
+import cosmic_ray.plugins
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.operators.provider import OperatorProvider
+from parso.python.tree import Name
+from parso.tree import NodeOrLeaf
+
+# Module -> (fast tests, most telling first; slow tests, of real ranks, for mutants that the fast ones leave alive).
+FORMULAS, LOSS, BATCH = "tests/test_maths_formulas.py", "tests/test_maths_loss.py", "tests/test_maths_batch.py"
+IMPORTANCE, REWARDS, SCHEDULE = (f"tests/test_maths_{name}.py" for name in ("importance", "rewards", "schedule"))
+VOCAB, CONTEXT = "tests/test_maths_vocab_parallel.py", "tests/test_megatron_context_parallel.py"
+VOCAB_RANKS = f"{VOCAB}::test_split_vocabulary_equals_whole"
+CONTEXT_RANKS = f"{CONTEXT}::test_training_is_that_of_one_process[cp2 dp2]"
+ON_RANKS = (VOCAB_RANKS, f"{CONTEXT}::test_training_is", f"{CONTEXT}::test_attention", f"{FORMULAS}::test_whiten_over")
+TESTS: dict[str, tuple[list[str], list[str]]] = {
+    "slime/utils/kl.py": ([FORMULAS, LOSS], []),
+    "slime/utils/policy_loss.py": ([FORMULAS, LOSS], []),
+    "slime/utils/advantages.py": ([FORMULAS, LOSS], []),
+    "slime/utils/importance.py": ([IMPORTANCE, LOSS], []),
+    "slime/utils/masked.py": ([FORMULAS, LOSS], [f"{FORMULAS}::test_whiten_over_ranks_equals_one_process"]),
+    "slime/utils/rewards.py": ([REWARDS, BATCH], []),
+    "slime/utils/ppo_utils.py": ([FORMULAS, VOCAB], []),
+    "slime/utils/vocab_parallel.py": ([VOCAB, LOSS], [VOCAB_RANKS]),
+    "slime/data/schedule.py": ([SCHEDULE, LOSS], []),
+    "slime/data/batch.py": ([BATCH], []),
+    "slime/backends/megatron_utils/advantages.py": ([LOSS], []),
+    "slime/backends/megatron_utils/loss.py": ([LOSS, "tests/test_plugins_combine.py"], [CONTEXT_RANKS]),
+    "slime/backends/megatron_utils/cp_utils.py": ([CONTEXT, LOSS], [CONTEXT_RANKS]),
+}
+
+# Mutants that behave as the original for every valid input: (module, the changed line, why).
+EQUIVALENT: list[tuple[str, str, str]] = []
+
+CORE = [
+    *(f"ReplaceBinaryOperator_{x}" for x in (
+        "Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "Pow_Mul", "BitAnd_BitOr",
+        "BitOr_BitAnd")),
+    *(f"ReplaceComparisonOperator_{x}" for x in (
+        "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Eq_NotEq", "NotEq_Eq", "Is_IsNot", "IsNot_Is")),
+    *(f"ReplaceUnaryOperator_Delete_{x}" for x in ("USub", "Not", "Invert")),
+    "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
+    "ReplaceContinueWithBreak", "NumberReplacer", "ZeroIterationForLoop",
+]  # fmt: skip
+
+
+class Rewrite(Operator):
+    """An operator given by the texts that a node of the syntax tree could become."""
+
+    def rewrites(self, node: NodeOrLeaf) -> Iterable[str]:
+        raise NotImplementedError
+
+    def mutation_positions(self, node: NodeOrLeaf) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        for _ in self.rewrites(node):
+            yield node.start_pos, node.end_pos
+
+    def mutate(self, node: NodeOrLeaf, index: int) -> NodeOrLeaf:
+        return Name(list(self.rewrites(node))[index], node.start_pos, prefix=node.get_first_leaf().prefix)
+
+    @classmethod
+    def examples(cls) -> tuple[()]:
+        return ()
+
+
+def code(*nodes: NodeOrLeaf) -> str:
+    return "".join(n.get_code() for n in nodes).strip()
+
+
+def used(node: NodeOrLeaf) -> bool:
+    """A name that is read: no definition and no keyword of a call."""
+    if node.type != "name" or node.is_definition():
+        return False
+    return not (node.parent.type == "argument" and node.parent.children[0] is node)
+
+
+def is_attribute(node: NodeOrLeaf) -> bool:
+    before = node.get_previous_leaf()
+    return before is not None and before.value == "."
+
+
+def calls(node: NodeOrLeaf) -> Iterator[tuple[int, str]]:
+    """(index of the `.name` trailer, name) of each method call in a chain such as x.detach().sum()."""
+    if node.type in ("atom_expr", "power"):
+        for i, (dot, call) in enumerate(zip(node.children[1:], node.children[2:], strict=False), start=1):
+            if dot.type == call.type == "trailer" and dot.children[0].value == "." and call.children[0].value == "(":
+                yield i, dot.children[1].value
+
+
+class SwapDifference(Rewrite):
+    """Flips a sign: a - b becomes b - a."""
+
+    def rewrites(self, node):
+        if node.type == "arith_expr" and len(node.children) == 3 and node.children[1].value == "-":
+            yield f"({code(node.children[2])}) - ({code(node.children[0])})"
+
+
+class ShiftMask(Rewrite):
+    """A mask moves by one token: each place takes that of the token before it."""
+
+    ONE, MANY = ("mask", "m", "here", "trained", "reached"), ("masks", "loss_masks", "keep")
+    UNCHANGED = (".device", ".dtype", ".shape", ".numel", ".size")
+
+    def rewrites(self, node):
+        if used(node) and node.value in self.ONE + self.MANY:
+            after = node.get_next_leaf()
+            if after.value == "." and "." + after.get_next_leaf().value in self.UNCHANGED:
+                return
+            numpy = "import numpy" in node.get_root_node().get_code()
+            one, many = ("np.roll({}, 1)", "x") if numpy else ("{}.roll(1)", "x")
+            yield one.format(node.value) if node.value in self.ONE else f"[{one.format(many)} for x in {node.value}]"
+        elif node.type == "atom_expr" and code(node) in ('batch["loss_masks"]', 'data["loss_masks"]'):
+            yield f"[x.roll(1) for x in {code(node)}]"
+
+
+class DropMask(Rewrite):
+    """select(x, mask) becomes x: what a masked position holds is seen."""
+
+    def rewrites(self, node):
+        if node.type == "atom_expr" and code(node.children[0]) == "select" and len(node.children) > 1:
+            arguments = node.children[1].children[1]
+            if arguments.type == "arglist":
+                yield f"({code(arguments.children[0])})" + code(*node.children[2:])
+
+
+class DropDenominator(Rewrite):
+    """a / b becomes a; a mean becomes a sum."""
+
+    def rewrites(self, node):
+        if node.type == "term":
+            for i, child in enumerate(node.children):
+                if child.type == "operator" and child.value == "/":
+                    yield code(*node.children[:i], *node.children[i + 2 :])
+        if used(node) and node.value in ("mean", "masked_mean"):
+            yield node.value.replace("mean", "sum")
+
+
+class SwapNames(Rewrite):
+    """Two bounds, factors or functions of the same kind are confused."""
+
+    EITHER = (
+        ("eps_clip", "eps_clip_high"), ("eps_clip_c", "eps_clip"), ("tis_clip", "tis_clip_low"), ("gamma", "lambd"),
+        ("max", "min"), ("amax", "amin"), ("maximum", "minimum"), ("any", "all"), ("num_samples", "num_tokens"),
+        ("entropy_coef", "kl_loss_coef"), ("kl_coef", "opd_kl_coef"),
+    )  # fmt: skip
+    LOCAL = (
+        ("lower", "upper"), ("low", "high"), ("old", "new"), ("samples", "tokens"), ("first", "last"),
+        ("advantages", "returns"), ("rows", "targets"), ("log_z", "entropy"), ("grad_lp", "grad_entropy"),
+    )  # fmt: skip
+
+    def rewrites(self, node):
+        if not used(node):
+            return
+        scope = node
+        while scope.type not in ("funcdef", "file_input"):
+            scope = scope.parent
+        for a, b in self.EITHER + (() if is_attribute(node) else self.LOCAL):
+            if node.value in (a, b):
+                other = b if node.value == a else a
+                known = is_attribute(node) or other in ("max", "min", "any", "all")
+                if known or re.search(rf"\b{other}\b", scope.get_code()):  # a NameError would be no finding
+                    yield other
+
+
+class DropCall(Rewrite):
+    """x.detach() or x.clamp(...) becomes x."""
+
+    def rewrites(self, node):
+        for i, name in calls(node):
+            if name in ("detach", "clamp"):
+                yield code(*node.children[:i], *node.children[i + 2 :])
+
+
+class ShiftSlice(Rewrite):
+    """A bound of a slice moves by one."""
+
+    def rewrites(self, node):
+        if node.type == "subscript":
+            for i, child in enumerate(node.children):
+                if code(child) != ":":
+                    yield code(*node.children[:i]) + f"({code(child)}) + 1" + code(*node.children[i + 1 :])
+
+
+OURS = {c.__name__: c for c in (
+    SwapDifference, ShiftMask, DropMask, DropDenominator, SwapNames, DropCall, ShiftSlice)}  # fmt: skip
+
+
+class Provider:
+    """All operators of this benchmark, by name."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*CORE, *OURS])
+
+    def __getitem__(self, name: str) -> type[Operator]:
+        return OURS[name] if name in OURS else OperatorProvider()[name]
+
+
+def install() -> None:
+    """Makes cosmic-ray use these operators and no others."""
+    cosmic_ray.plugins.OPERATOR_PROVIDERS.clear()
+    cosmic_ray.plugins.OPERATOR_PROVIDERS["slime"] = Provider()
+
+
+# -- what is left alone -----------------------------------------------------------------------------------------------
+
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+def noise(source: str) -> list[Span]:
+    """Places of a module whose change is no change of its numbers: annotations, decorators, imports, texts of errors
+    and logs, assertions, and `strict=` of zip, which is an assertion too."""
+    found: list[ast.AST] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            parts = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+            found += [a.annotation for a in parts if a is not None and a.annotation is not None]
+            found += [node.returns] if node.returns is not None else []
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found += node.decorator_list
+        if isinstance(node, ast.AnnAssign):
+            found.append(node.annotation)
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Raise | ast.Assert):
+            found.append(node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Attribute) and getattr(called.value, "id", "") == "logger":
+                found.append(node)
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            found.append(node.value)
+    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in found]  # type: ignore[attr-defined]
+
+
+def is_noise(start: tuple[int, int], spans: list[Span]) -> bool:
+    return any(a <= start < b for a, b in spans)
+
+
+def reason_if_equivalent(module: str, changed: str) -> str | None:
+    """Why a mutant whose changed lines read `changed` is no fault; None when it is one."""
+    return next((why for where, line, why in EQUIVALENT if where == module and line in changed), None)
