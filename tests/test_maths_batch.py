@@ -34,6 +34,22 @@ def wrong_post_process(args, samples):
     return [1.0]
 
 
+def three_lists(args, samples):
+    return [1.0], [1.0], [1.0]
+
+
+def a_list_of_two(args, samples):
+    return [[1.0], [1.0]]
+
+
+def too_short(args, samples):
+    return [1.0], []
+
+
+def not_a_number(args, samples):
+    return [1.0, 0.0], [float("nan"), -1.0]
+
+
 def test_columns_and_types():
     samples = group([1.0, 0.0], rollout_log_probs=[-0.1, -0.2, -0.3])
     samples[1].status = Sample.Status.TRUNCATED
@@ -56,7 +72,11 @@ def test_removed_and_nan_samples_are_masked_and_not_counted(caplog):
     alone = samples_to_columns(ARGS, samples[:3])
     assert columns["rewards"] == alone["rewards"] + [0.0, 0.0]
     assert not columns["loss_masks"][3].any() and not columns["loss_masks"][4].any()
-    assert "sample 4 is not trained: its reward is nan" in caplog.text
+    assert "sample 4 is not trained: its reward is nan" in caplog.text and "sample 3" not in caplog.text
+    assert columns["raw_reward"][3] == 100.0 and math.isnan(columns["raw_reward"][4])
+    samples[3].reward, samples[4].loss_mask = None, [1, 0, 1]  # removed without a reward; partly masked
+    columns = samples_to_columns(ARGS, samples)
+    assert columns["rewards"] == alone["rewards"] + [0.0, 0.0] and not columns["loss_masks"][4].any()
 
 
 def test_a_sibling_without_trained_tokens_moves_nobody():
@@ -84,6 +104,8 @@ def test_ragged_groups_by_id():
 @pytest.mark.parametrize(
     ("estimator", "raw", "expected"),
     [
+        ("gspo", False, [0.5**0.5, -(0.5**0.5)]),
+        ("cispo", False, [0.5**0.5, -(0.5**0.5)]),
         ("rloo", False, [1.0, -1.0]),
         ("maxrl", False, [1.0, -1.0]),
         ("maxrl", True, [2.0, 0.0]),
@@ -98,7 +120,7 @@ def test_ragged_groups_by_id():
 )
 def test_estimators(estimator, raw, expected):
     args = Args(advantage_estimator=estimator, disable_rewards_normalization=raw)
-    assert samples_to_columns(args, group([1.0, 0.0]))["rewards"] == pytest.approx(expected)
+    assert samples_to_columns(args, group([1.0, 0.0]))["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_raw_streams():
@@ -107,23 +129,51 @@ def test_raw_streams():
         samples_to_columns(ARGS, samples)
     columns = samples_to_columns(ARGS.replace(disable_rewards_normalization=True), samples)
     assert columns["rewards"] == [1.0, -1.0] and len(set(columns["group_ids"])) == 2
+    columns = samples_to_columns(ARGS.replace(advantage_estimator="ppo"), samples)
+    assert columns["rewards"] == [1.0, -1.0] and columns["group_ids"] == [-1, -2]
+    samples[0].group_index, samples[0].remove_sample = None, True  # nothing is trained of it: nobody asks for its group
+    samples[1].group_index = 0
+    assert samples_to_columns(ARGS, samples)["group_ids"] == [-1, 0]
+
+
+def test_samples_without_a_number_go_by_their_place():
+    samples = group([1.0, 0.0])
+    samples[1].index = None
+    assert samples_to_columns(ARGS, samples)["sample_indices"] == [0, 1]
+    samples[1].loss_mask = [1]
+    with pytest.raises(ValueError, match="sample 1: 1 loss_mask"):
+        samples_to_columns(ARGS, samples)
 
 
 def test_rewards_of_sft_and_of_custom_losses_may_be_absent():
     for loss_type in ("sft_loss", "custom_loss"):
         columns = samples_to_columns(Args(loss_type=loss_type), group([None, None], group=None))
-        assert columns["rewards"] == [0.0, 0.0]
-    with pytest.raises(ValueError, match="sample 1 has no reward"):
-        samples_to_columns(ARGS, group([1.0, None]))
+        assert columns["rewards"] == columns["raw_reward"] == [0.0, 0.0]
+    assert samples_to_columns(Args(loss_type="sft_loss"), group([1.0, 2.0]))["raw_reward"] == [1.0, 2.0]
+    custom = Args(loss_type="custom_loss", advantage_estimator="rloo")
+    assert samples_to_columns(custom, group([1.0, 0.0]))["rewards"] == [1.0, -1.0]
+    for args in (ARGS, custom):
+        with pytest.raises(ValueError, match="sample 1 has no reward"):
+            samples_to_columns(args, group([1.0, None]))
 
 
 def test_user_fields_travel():
     samples = group([1.0, 0.0])
     for s in samples:
-        s.train_metadata = {"turn": s.index, "token_weights": [0.5, 1.0, 1.5], "spans": [(0, 1), (1, 3)], "name": "x"}
+        s.train_metadata = {
+            "turn": s.index, "token_weights": [0.5, 1.0, 1.5], "spans": [(0, 1), (1, 3)], "name": "x",
+            "words": ["a", "b"], "ragged": [[1], [2, 3]], "array": np.arange(3.0), "none": [], "flags": [True, False],
+        }  # fmt: skip
     columns = samples_to_columns(ARGS, samples)
     assert columns["turn"] == [0, 1] and columns["name"] == ["x", "x"]
     assert columns["token_weights"][0].dtype == np.float32 and columns["spans"][0].tolist() == [[0, 1], [1, 3]]
+    assert type(columns["turn"][0]) is int and columns["words"][0] == ["a", "b"]
+    assert columns["ragged"][0] == [[1], [2, 3]] and columns["array"][0].dtype == np.float64
+    assert columns["none"][0].shape == (0,) and columns["none"][0].dtype == np.float32
+    assert columns["flags"][0].dtype == np.int64
+    samples[1].train_metadata = None
+    with pytest.raises(ValueError, match=r"sample 1 has no train_metadata\['turn'\]"):
+        samples_to_columns(ARGS, samples)
     samples[1].train_metadata = {"turn": 1}
     with pytest.raises(ValueError, match=r"sample 1 has no train_metadata\['token_weights'\]"):
         samples_to_columns(ARGS, samples)
@@ -135,6 +185,7 @@ def test_empty_response_is_a_column_of_nothing():
     samples = [sample(0, 1.0, response=0), sample(1, 0.0, rollout_log_probs=[-1.0] * 3)]
     columns = samples_to_columns(ARGS, samples)
     assert columns["loss_masks"][0].shape == (0,) and columns["rollout_log_probs"][0].shape == (0,)
+    assert "rollout_log_probs" not in samples_to_columns(ARGS, [sample(0, 1.0, response=0)])
 
 
 def test_log_probs_only_if_all_have_them(caplog):
@@ -142,6 +193,11 @@ def test_log_probs_only_if_all_have_them(caplog):
     samples[1].rollout_log_probs = None
     assert "rollout_log_probs" not in samples_to_columns(ARGS, samples)
     assert "rollout_log_probs is left out" in caplog.text and "sample 1" in caplog.text
+    caplog.clear()
+    samples_to_columns(ARGS, [sample(0, 1.0, response=0), sample(1, 0.0, response=1)])
+    assert not caplog.text  # none has them: nothing is left out
+    samples_to_columns(ARGS, [sample(0, 1.0, response=1, rollout_log_probs=[-1.0]), sample(1, 0.0)])
+    assert "rollout_log_probs is left out" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -152,6 +208,7 @@ def test_log_probs_only_if_all_have_them(caplog):
         ({"teacher_log_probs": [1.0] * 4}, "sample 0: 4 teacher_log_probs for 3"),
         ({"response_length": 6}, "sample 0: response_length 6 with 5 tokens"),
         ({"response_length": 5}, "sample 0: no prompt token"),
+        ({"response_length": -1}, "sample 0: response_length -1"),
         ({"loss_mask": [1, 2, 0]}, "sample 0: loss_mask must hold 0 and 1"),
     ],
 )
@@ -171,5 +228,13 @@ def test_reward_post_process_hook():
         ARGS.replace(custom_reward_post_process_path=f"{here}.post_process"), group([None, None])
     )
     assert columns["raw_reward"] == [0.0, 1.0] and columns["rewards"] == [0.0, 2.0]
-    with pytest.raises(ValueError, match="must return"):
-        samples_to_columns(ARGS.replace(custom_reward_post_process_path=f"{here}.wrong_post_process"), group([1.0]))
+    for name, message in (
+        ("wrong_post_process", "must return"), ("three_lists", "must return"), ("a_list_of_two", "must return"),
+        ("too_short", "0 rewards for 1 samples"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            samples_to_columns(ARGS.replace(custom_reward_post_process_path=f"{here}.{name}"), group([1.0]))
+    args = ARGS.replace(custom_reward_post_process_path=f"{here}.not_a_number")
+    columns = samples_to_columns(args, group([None, None]))
+    assert columns["rewards"] == [0.0, -1.0]
+    assert not columns["loss_masks"][0].any() and columns["loss_masks"][1].all()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 
 from slime.utils import ppo_utils as pu
 
@@ -160,6 +161,7 @@ def test_policy_loss_of_an_outlier_is_finite():
     loss.sum().backward()
     assert loss.isfinite().all() and new.grad.isfinite().all()
     assert pu.clamp_log_ratio(new)[1].tolist() == [1.0, 1.0, 0.0]
+    assert pu.clamp_log_ratio(t64([20.0, -20.0, 20.01]))[1].tolist() == [0.0, 0.0, 1.0]  # the bound is inside
 
 
 def test_cispo():
@@ -188,6 +190,12 @@ def test_value_loss():
     value, old, ret = t64([1.0, 0.0, 2.0]), t64([0.0, 0.1, 2.0]), t64([2.0, 0.0, 2.0])
     loss, clipped = pu.compute_value_loss(value, old, ret, 0.2)
     close(loss, [max(1.0, 1.8**2) / 2, 0.0, 0.0]), close(clipped, [1, 0, 0])
+    loss, clipped = pu.compute_value_loss(t64([-1.0]), t64([0.0]), t64([-2.0]), 0.2)  # the bound below
+    close(loss, [1.8**2 / 2]), close(clipped, [1])
+    value, old = t64([0.1]), t64([0.7])
+    assert value != old + (value - old)  # at the bound the value itself counts, not its rounded twin
+    loss, clipped = pu.compute_value_loss(value, old, t64([5.0]), (value - old).abs().item())
+    assert loss == (value - 5.0).square() / 2 and clipped == 0
 
 
 def test_opsm_masks_negative_samples_that_drifted():
@@ -195,6 +203,8 @@ def test_opsm_masks_negative_samples_that_drifted():
     adv, masks = [t64([-1.0, -1.0]), t64([-1.0]), t64([1.0])], [t64([1, 0]), t64([1]), t64([1])]
     keep, hit = pu.compute_opsm_mask(new, old, adv, masks, delta=0.5)
     assert [k.tolist() for k in keep] == [[0.0, 1.0], [1.0], [1.0]] and hit == 1
+    keep, hit = pu.compute_opsm_mask(new, old, adv, masks, delta=1.0)  # a drift of exactly delta is not above it
+    assert all(k.all() for k in keep) and hit == 0
 
 
 # -- advantages ---------------------------------------------------------------------------------------------------
@@ -260,8 +270,9 @@ def test_chunked_gae_equals_plain(length, chunk, gamma, lambd, seed):
 def test_gae_of_long_rows_stays_finite():
     adv, _ = pu.chunked_gae(torch.ones(1, 5000), torch.zeros(1, 5000), 0.5, 0.5)
     close(adv[0, 0], 1 / (1 - 0.25))
-    with pytest.raises(ValueError, match=r"\[B, T\]"):
-        pu.chunked_gae(torch.ones(3), torch.zeros(3), 1.0, 1.0)
+    for rewards, values in ((torch.ones(3), torch.zeros(3)), (torch.ones(1, 3), torch.zeros(1, 2))):
+        with pytest.raises(ValueError, match=r"\[B, T\]"):
+            pu.chunked_gae(rewards, values, 1.0, 1.0)
 
 
 def test_masked_garbage_reaches_no_advantage():
@@ -276,8 +287,18 @@ def test_masked_garbage_reaches_no_advantage():
         strict=True,
     ):
         assert torch.equal(a[0], b[0])
-    (opd,) = pu.get_on_policy_distillation_advantages([t64([bad, 1.0])], [t64([0.0, 2.0])], [t64([0, 1])])
-    assert opd.tolist() == [0.0, -1.0]
+    for teacher, old in ((bad, 0.0), (0.0, bad)):
+        (opd,) = pu.get_on_policy_distillation_advantages([t64([teacher, 1.0])], [t64([old, 2.0])], [t64([0, 1])])
+        assert opd.tolist() == [0.0, -1.0]
+    (base,) = pu.get_reinforce_plus_plus_baseline_advantages([1.0], kl, masks, 0.1)
+    close(base, [0.99, 0.0, 0.98])
+
+
+def test_credit_is_no_path_for_gradients():
+    values = [t64([0.5, 0.25]).requires_grad_()]
+    adv, ret = pu.get_advantages_and_returns(values, [t64([0.0, 1.0])], [t64([1, 1])], 0.9, 0.9)
+    assert not adv[0].requires_grad and not ret[0].requires_grad
+    assert pu.get_advantages_and_returns([], [], [], 0.9, 0.9) == ([], [])
 
 
 def test_grpo_returns_count_and_spans():
@@ -286,8 +307,11 @@ def test_grpo_returns_count_and_spans():
     with pytest.raises(ValueError, match="1 rewards for 2 samples"):
         pu.get_grpo_returns(torch.tensor([1.0]), [torch.zeros(1)] * 2)
     close(pu.add_span_advantages(t64([0.8] * 5), [(1, 2), (3, 4)], [1.2, -0.5]), [0.8, 2.0, 0.8, 0.3, 0.8])
-    with pytest.raises(ValueError, match=r"span \[1, 4\) is outside a response of 3"):
-        pu.add_span_advantages(torch.zeros(3), [(1, 4)], [1.0])
+    edges, mask = [(0, 1), (2, 2), (3, 5)], t64([1, 1, 1, 0, 1])
+    close(pu.add_span_advantages(t64([0.8] * 5), edges, [1.0, 9.0, 2.0], mask), [1.8, 0.8, 0.8, 0.0, 2.8])
+    for start, end in ((1, 4), (-1, 1), (2, 1)):
+        with pytest.raises(ValueError, match=rf"span \[{start}, {end}\) is outside a response of 3"):
+            pu.add_span_advantages(torch.zeros(3), [(start, end)], [1.0])
 
 
 # -- whitening ----------------------------------------------------------------------------------------------------
@@ -316,6 +340,33 @@ def test_whiten_keeps_digits_and_zeros():
     (out,) = pu.whiten([torch.tensor([1.0, float("nan"), 3.0])], [torch.tensor([1.0, 0.0, 1.0])])
     assert out.tolist() == [-1.0, 0.0, 1.0]
     assert pu.whiten([], []) == []
+    # The mean's own rounding error is taken out of values that hardly differ; a spread too small to square is none.
+    (out,) = pu.whiten([1e12 + t64([1, 0, 0])], [torch.ones(3)])
+    close(out, [2**0.5, -(0.5**0.5), -(0.5**0.5)], 1e-9)
+    assert pu.whiten([t64([0.0, 1e-200])], [torch.ones(2)])[0].tolist() == [0.0, 0.0]
+
+
+def _whiten_on_rank(rank, world, port, values, masks):
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    mine = ([0, 1], [2], [])[rank]  # a rank without samples takes part
+    levels = [torch.full_like(v, i // 2) for i, v in enumerate(values)]
+    fillings = values, [torch.full_like(v, 0.95) for v in values], levels
+    out = [pu.whiten([v[i] for i in mine], [masks[i] for i in mine], torch.distributed.group.WORLD) for v in fillings]
+    torch.distributed.destroy_process_group()
+    return [[x.tolist() for x in rows] for rows in out]
+
+
+def test_whiten_over_ranks_equals_one_process():
+    values, masks = [t64([1.0, 5.0]), t64([2.0]), t64([-3.0, 7.0, 0.5])], [t64([1, 1]), t64([1]), t64([1, 0, 1])]
+    results = run_ranks(3, _whiten_on_rank, values, masks)
+    spread, equal, apart = ([row for rank in results for row in rank[i]] for i in range(3))
+    for got, want in zip(spread, pu.whiten(values, masks), strict=True):
+        close(np.array(got), want.numpy(), 1e-12)
+    assert equal == [[0.0] * 2, [0.0], [0.0] * 3]
+    # Constant on each rank, but not over all: three tokens of 0 and two of 1.
+    low, high = -((2 / 3) ** 0.5), (3 / 2) ** 0.5
+    for got, want in zip(apart, [[low] * 2, [low], [high, 0.0, high]], strict=True):
+        close(np.array(got), want, 1e-12)
 
 
 # -- log-probs ----------------------------------------------------------------------------------------------------

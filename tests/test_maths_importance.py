@@ -22,6 +22,21 @@ def test_tis_clamps_on_both_sides():
     assert clipped.tolist() == [0.0, 1.0, 1.0]
 
 
+def test_defaults_and_bounds_of_mis():
+    def weights(d, mask, **options):
+        return pu.mis_weights([t64(d)], [torch.zeros(len(d))], [t64(mask)], **options)[0][0].tolist()
+
+    for mode in ("truncate", "clip"):  # at 2, and not from below
+        assert weights([math.log(3), math.log(0.2)], [1, 1], mode=mode) == pytest.approx([2.0, 0.2])
+    assert weights([0.0], [1], mode="mask", lower=1.0, upper=1.0) == [1.0]  # bounds are inside
+    assert weights([30.0], [1], upper=1e20) == [pytest.approx(math.exp(20))]
+    assert weights([-30.0], [1]) == [pytest.approx(math.exp(-20))]
+    assert weights([math.log(0.1)], [1], veto=0.1) == [pytest.approx(0.1)]  # a ratio of exactly veto stays
+    assert weights([math.log(2), 9.0], [1, 0], veto=1.5) == pytest.approx([2.0, 0.0])  # a masked token vetoes nothing
+    with pytest.raises(ValueError, match="needed 0 <= lower"):
+        pu.mis_weights([], [], [], lower=-0.5)
+
+
 def test_worked_draft_weights():
     p, q = t64([0.5, 0.3, 0.2]), t64([0.2, 0.5, 0.3])
     np.testing.assert_allclose(pu.tis_weights(p.log(), q.log(), 0.0, 2.0)[0], [2, 0.6, 0.666667], atol=1e-6)
@@ -100,12 +115,22 @@ def test_icepop_drops_what_tis_truncates():
     assert tis.tolist() == [1.0, 2.0, 0.5] and tis_masks[0].tolist() == [1, 1, 1]
     assert pop.tolist() == [1.0, 0.0, 0.0] and pop_masks[0].tolist() == [1, 0, 0]
     assert metrics["tis_rejected"].tolist() == [0, 1, 1]
+    half = {**kw, "train_log_probs": [torch.tensor([math.log(1.5), 1.0, math.log(0.6)])]}
+    for function, distance in ((pu.vanilla_tis_function, [0.5, 1.0, 0.4]), (pu.icepop_function, [0.5, 0.0, 0.4])):
+        assert function(**half)[2]["tis_abs"].tolist() == pytest.approx(distance)  # |weight - 1| of what is left
     by_flags, flag_masks, _ = pu.vanilla_tis_function(**{**kw, "args": args.replace(tis_mode="mask")})
     assert torch.equal(by_flags, pop) and torch.equal(flag_masks[0], pop_masks[0])
     sequence, _, _ = pu.vanilla_tis_function(**{**kw, "args": args.replace(tis_level="sequence", tis_mode="truncate")})
     assert sequence.tolist() == [1.0] * 3  # exp(0 + 1 - 1)
     vetoed, masks, _ = pu.vanilla_tis_function(**{**kw, "args": args.replace(tis_veto=0.4)})
     assert vetoed.tolist() == masks[0].tolist() == [0.0] * 3
+
+
+def test_a_micro_batch_without_samples():
+    nothing = dict(pg_loss=torch.zeros(0), train_log_probs=[], rollout_log_probs=[], loss_masks=[])
+    for args in (Args(), Args(tis_mode="mask")):
+        loss, masks, metrics = pu.vanilla_tis_function(args=args, **nothing)
+        assert loss.shape == (0,) and masks == [] and all(m.shape == (0,) for m in metrics.values())
 
 
 def test_bad_names_and_bounds():

@@ -155,6 +155,44 @@ def test_policy_loss_equals_slow_form(name, fan_out):
     assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_sft_and_value_loss_equal_slow_forms(per_token):
+    args, data = base_args(calculate_per_token_loss=per_token, value_clip=0.5), make_data()
+    data["values"] = [v * 2.0 for v in data["values"]]  # so that some moves are clipped, up and down
+    (sft, metrics, _) = run(args.replace(loss_type="sft_loss"), data)
+    (value, value_metrics, _) = run(args.replace(loss_type="value_loss", advantage_estimator="ppo"), data)
+    credit = dict(data)
+    L.compute_advantages_and_returns(args.replace(advantage_estimator="ppo"), credit)
+    nll, squares, clipped, mean, count, trained = 0.0, 0.0, 0.0, 0.0, 0, [3, 0, 0, 5, 3]
+    for i, n in enumerate(trained):
+        prompt = data["total_lengths"][i] - data["response_lengths"][i]
+        rows = torch.log_softmax(data["logits"][i].double(), -1)
+        for t in range(data["response_lengths"][i]):
+            if data["loss_masks"][i][t]:
+                share = 1 / 11 if per_token else 1 / (3 * n)
+                token = data["unconcat_tokens"][i][prompt + t]
+                nll -= rows[prompt + t - 1, token].item() * data["token_weights"][i][t].item() * share
+                new, old = data["value_head"][i][prompt + t - 1, 0].item(), data["values"][i][t].item()
+                target = credit["returns"][i][t].item()
+                near = (old + max(-0.5, min(0.5, new - old)) - target) ** 2
+                squares += max((new - target) ** 2, near) / 2 * share
+                clipped, mean, count = clipped + (near > (new - target) ** 2 + 1e-9), mean + new, count + 1
+    assert count == 11 and 0 < clipped < 11
+    assert sft == pytest.approx(nll, rel=1e-5) and metrics["loss"] == pytest.approx(sft)
+    assert value == pytest.approx(squares, rel=1e-5) and value_metrics["value_loss"] == pytest.approx(value)
+    assert value_metrics["value_clipfrac"] == pytest.approx(clipped / 11)
+    assert value_metrics["value"] == pytest.approx(mean / 11, rel=1e-4)
+
+
+def test_a_step_of_one_token():
+    """Denominators are at least 1, and 1 is one of them."""
+    data = {k: v[:1] for k, v in make_data().items()}
+    data["loss_masks"] = [torch.tensor([0.0, 1.0, 0.0])]
+    per_sample, *_ = run(base_args(), data)
+    assert per_sample == pytest.approx(slow_loss(base_args(), data)[0], rel=2e-5)
+    assert run(base_args(calculate_per_token_loss=True), data)[0] == pytest.approx(per_sample, rel=1e-6)
+
+
 def test_gradient_equals_finite_differences():
     args, data = base_args(**VARIANTS["grpo_kl_entropy"]), make_data()
     _, _, grads = run(args, data)
@@ -242,11 +280,24 @@ def test_a_rank_with_nothing_to_train_stays_in_the_graph(name):
 def test_an_outlier_is_finite_and_counted():
     args, data = base_args(use_kl_loss=True, kl_loss_coef=0.1, use_tis=True), make_data()
     data["log_probs"][0][1] -= 200.0
+    data["log_probs"][3][2] -= 200.0  # behind a masked token
     data["ref_log_probs"][3][2] -= 200.0
     data["rollout_log_probs"][4][0] -= 200.0
     loss, metrics, grads = run(args, data)
     assert math.isfinite(loss) and all(g.isfinite().all() for g in grads)
-    assert metrics["log_ratio_clamped_count"] == 1.0
+    assert metrics["log_ratio_clamped_count"] == 2.0
+
+
+def test_distance_of_engine_and_trainer_is_a_metric():
+    data = make_data()
+    _, metrics, _ = run(base_args(), data)
+    trainer, engine, mask = (torch.cat(data[k]) for k in ("log_probs", "rollout_log_probs", "loss_masks"))
+    want = (trainer - engine).abs()[mask > 0].mean().item()
+    assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(want, rel=1e-5)
+    for absent in ("rollout_log_probs", "log_probs"):
+        without = {k: v for k, v in make_data().items() if k != absent}
+        _, metrics, _ = run(base_args(use_rollout_logprobs=absent == "log_probs"), without)
+        assert "train_rollout_logprob_abs_diff" not in metrics
 
 
 # -- metrics ------------------------------------------------------------------------------------------------------
@@ -254,16 +305,16 @@ def test_an_outlier_is_finite_and_counted():
 
 def test_clip_fractions_are_of_tokens_and_apart():
     args, data = base_args(), make_data()
-    data["rewards"] = [1.0, 1.0, 1.0, -1.0, 1.0]
+    data["rewards"] = [0.5, 0.5, 0.5, -0.5, 0.5]
     _, out = L.get_log_probs_and_entropy(
         torch.cat(data["logits"]).unsqueeze(0), args=args,
         **{k: data[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")},
     )  # fmt: skip
     data["log_probs"] = [x.clone() for x in out["log_probs"]]
-    data["log_probs"][0][0] -= 1.0  # ratio e, advantage +1: clipped above
-    data["log_probs"][3][0] += 1.0  # ratio 1/e, advantage -1: clipped below
+    data["log_probs"][0][0] -= 1.0  # ratio e, positive advantage: clipped above
+    data["log_probs"][3][0] += 1.0  # ratio 1/e, negative advantage: clipped below
     data["log_probs"][3][2] += 1.0
-    data["log_probs"][4][0] += 1.0  # ratio 1/e, advantage +1: not clipped
+    data["log_probs"][4][0] += 1.0  # ratio 1/e, positive advantage: not clipped
     _, metrics, _ = run(args, data)
     trained = 3 + 5 + 3
     assert metrics["pg_clipfrac_high"] == pytest.approx(1 / trained)
@@ -283,6 +334,9 @@ def test_worked_sum_of_sample_mean():
     assert SumOfSampleMean(masks, per_token=True)(x) == 15.0
     assert SumOfSampleMean(masks, samples_per_token=2 / 3).token_mean(x) == pytest.approx(10.0)
     assert SumOfSampleMean([torch.zeros(2)])(torch.full((2,), float("inf"))) == 0.0
+    assert SumOfSampleMean(masks).token_mean(x) == 15.0
+    assert SumOfSampleMean(masks, [1.0, 0.0])(x) == 6.0 + 9.0  # a denominator is at least 1
+    assert SumOfSampleMean([])(torch.zeros(0)) == SumOfSampleMean([], [])(torch.zeros(0)) == 0.0
     with pytest.raises(ValueError, match=r"got \(2,\), but the micro-batch has 5 response tokens"):
         SumOfSampleMean(masks)(x[:2])
 
@@ -312,8 +366,10 @@ def test_log_prob_of_a_token_comes_from_the_row_before_it(parts, seed):
 
 
 def test_a_response_without_prompt_is_named():
-    with pytest.raises(ValueError, match="sample 1 of the micro-batch: 2 response tokens of 2"):
-        L.response_rows([3, 2], [1, 2])
+    for response in (2, -1):
+        with pytest.raises(ValueError, match=f"sample 1 of the micro-batch: {response} response tokens of 2"):
+            L.response_rows([3, 2], [1, response])
+    assert L.response_rows([], []).dtype == torch.int64 and L.response_rows([], []).shape == (0,)
 
 
 # -- what is missing or wrong -------------------------------------------------------------------------------------
@@ -352,6 +408,14 @@ def returns_list(args, batch, logits, sum_of_sample_mean):
     return logits.sum(), [1]
 
 
+def returns_three(args, batch, logits, sum_of_sample_mean):
+    return logits.sum(), {}, {}
+
+
+def returns_float(args, batch, logits, sum_of_sample_mean):
+    return 1.0, {}
+
+
 def returns_metric_vector(args, batch, logits, sum_of_sample_mean):
     return logits.sum(), {"x": torch.ones(3)}
 
@@ -367,6 +431,8 @@ def returns_good(args, batch, logits, sum_of_sample_mean):
     [
         ("returns_scalar", r"must return \(loss, metrics\), it returned Tensor"),
         ("returns_vector", r"must be a scalar tensor, it is \(1, \d+\)"),
+        ("returns_three", r"must return \(loss, metrics\), it returned tuple"),
+        ("returns_float", "must be a scalar tensor, it is float"),
         ("returns_constant", "does not depend on the logits"),
         ("returns_list", "metrics must be a dict"),
         ("returns_metric_vector", r"metric 'x' has shape \(3,\)"),
@@ -442,8 +508,13 @@ def test_user_fields_of_credit():
         torch.testing.assert_close(a, b + 0.5 * m)
     data = make_data()
     data["token_rewards"] = [torch.ones(r) for r in data["response_lengths"]]
+    data["token_rewards"][3][1] = float("nan")  # masked
+    data["token_advantages"] = [torch.where(m > 0, 0.0, float("nan")) for m in data["loss_masks"]]
     L.compute_advantages_and_returns(base_args(advantage_estimator="reinforce_plus_plus"), data)
     torch.testing.assert_close(data["returns"][0], data["rewards"][0] + torch.tensor([3.0, 2.0, 1.0]))
+    want = (data["rewards"][3] + torch.tensor([5.0, 0.0, 4.0, 3.0, 2.0, 1.0])) * data["loss_masks"][3]
+    torch.testing.assert_close(data["returns"][3], want)
+    torch.testing.assert_close(data["advantages"][3], want)
 
 
 def test_estimators_take_their_own_flags():
@@ -498,9 +569,9 @@ def test_cispo_clip_fractions_are_of_the_ratio():
         **{k: data[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")},
     )  # fmt: skip
     data["log_probs"] = [x.clone() for x in out["log_probs"]]
-    data["log_probs"][0][0] -= 1.0  # ratio e
-    data["log_probs"][3][0] += 1.0  # ratio 1/e
-    data["log_probs"][3][2] += 1.0
+    data["log_probs"][0][0] -= 0.5  # ratio 1.65
+    data["log_probs"][3][0] += 0.5  # ratio 0.61
+    data["log_probs"][3][2] += 0.5
     _, metrics, _ = run(args, data)
     assert metrics["pg_clipfrac_high"] == pytest.approx(1 / 11)
     assert metrics["pg_clipfrac_low"] == pytest.approx(2 / 11)

@@ -85,6 +85,7 @@ def test_worked_memory_advantage():
         ({"mode": "inclusive"}, [0, -1, 0.666667, 0.5, -0.4, -1.166667]),
         ({"mode": "prior", "b0": 0.2, "k0": 2.0}, [0.8, -1.466667, 0.9, 0.72, -0.4, -1.342857]),
         ({"mode": "ema", "alpha": 0.3}, [1, -1.3, 1.09, 0.763, -0.4659, -1.32613]),
+        ({"mode": "ema"}, [1, -1.1, 1.01, 0.909, -0.1819, -1.16371]),
     ],
 )
 def test_worked_session_baseline(options, want):

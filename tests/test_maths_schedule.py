@@ -112,7 +112,26 @@ def test_fan_out_pieces_share_one_denominator_and_one_step():
 
 
 def test_first_fit_decreasing():
-    assert sorted(first_fit(range(5), [6, 4, 5, 3, 2], 10)) == [[0, 1], [2, 3, 4]]
+    assert first_fit(range(5), [6, 4, 5, 3, 2], 10) == [[0, 1], [2, 3, 4]]
+    assert first_fit(range(4), [5, 5, 5, 5], 10) == [[0, 1], [2, 3]]  # equal lengths in order
+
+
+def test_ties_go_to_the_first():
+    """Every machine makes the same schedule, so it is pinned where nothing but a rule decides."""
+    args = Args(global_batch_size=7, balance_data=True, use_dynamic_batch_size=False, micro_batch_size=9)
+    (step,) = make_schedule(args, [5] * 7, [1] * 7, list(range(7)), 3).steps
+    assert step.ranks == [[[0, 3, 6]], [[1, 4]], [[2, 5]]]
+    for lengths, first, second in (
+        ([4, 4, 4, 4, 9, 9, 9], [[0], [1], [2], []], [[4], [5], [6], [3]]),
+        ([3, 3, 3, 3, 3, 3, 9, 9, 9], [[0], [2], [1], [3]], [[6], [7], [8], [4, 5]]),
+    ):
+        args = Args(global_batch_size=len(lengths), balance_data=False, max_tokens_per_gpu=10)
+        (step,) = make_schedule(args, lengths, [1] * len(lengths), list(range(len(lengths))), 2).steps
+        assert step.ranks == [first, second]
+
+
+def test_no_samples_no_steps():
+    assert make_schedule(Args(global_batch_size=None), [], [], [], 2).steps == []
 
 
 def test_columns_that_disagree_are_named():

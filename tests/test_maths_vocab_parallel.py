@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from slime.utils import vocab_parallel
 from slime.utils.vocab_parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
 
 
@@ -36,8 +37,8 @@ def grads(outputs, weights, inputs):
 )  # fmt: skip
 def test_linear_equals_reference(n, vocab, width, chunk, temperature, padding, seed):
     hidden, weight, targets, g_lp, g_ent = problem(n, vocab, width, seed)
-    g_lp[: n // 3] = 0.0  # rows without gradient are skipped
-    g_ent[: n // 3] = 0.0
+    g_lp[: n // 2] = 0.0  # rows without gradient are skipped: some have neither, some one, some both
+    g_ent[n // 3 : n // 3 * 2] = 0.0
     padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, padding), value=50.0).requires_grad_()
     out = linear_log_probs_and_entropy(
         hidden, padded, targets, temperature=temperature, chunk_size=chunk, with_entropy=True, vocab_size=vocab
@@ -75,6 +76,7 @@ def test_logits_equal_reference(n, vocab, padding, seed):
     logits = (hidden @ weight.t()).detach()
     padded = torch.nn.functional.pad(logits, (0, padding), value=99.0).requires_grad_()
     out = vocab_parallel_log_probs_and_entropy(padded, targets, with_entropy=True, vocab_size=vocab)
+    g_lp[: n // 2], g_ent[n // 3 : n // 3 * 2] = 0.0, 0.0
     plain = logits.clone().requires_grad_()
     want = reference(plain, torch.eye(vocab), targets)
     for a, b in zip(out, want, strict=True):
@@ -103,6 +105,18 @@ def test_backward_twice_over_a_retained_graph():
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("block_bytes", [1, 4 * 7 * 2])  # each row by itself; two rows at a time
+def test_rows_in_several_blocks_and_a_chunk_size_of_nothing(monkeypatch, block_bytes):
+    monkeypatch.setattr(vocab_parallel, "_CPU_BLOCK_BYTES", block_bytes)
+    hidden, weight, targets, g_lp, g_ent = problem(5, 7, 3)
+    want = reference(hidden, weight, targets)
+    expected = grads(want, (g_lp, g_ent), (hidden, weight))
+    for chunk in (0, 3, 100):
+        out = linear_log_probs_and_entropy(hidden, weight, targets, chunk_size=chunk, with_entropy=True)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(grads(out, (g_lp, g_ent), (hidden, weight)), expected)
+
+
 def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
@@ -118,6 +132,8 @@ def test_faults_are_named():
         linear_log_probs_and_entropy(hidden, weight, targets[:2])
     with pytest.raises(ValueError, match="token id 9 is outside the vocabulary of 5"):
         linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 9, 1]))
+    with pytest.raises(ValueError, match="token id 5 is outside the vocabulary of 5"):
+        linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 5, 1]))
     with pytest.raises(ValueError, match="token id -1"):
         vocab_parallel_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([-1]))
 

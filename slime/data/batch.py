@@ -202,7 +202,7 @@ def _plain(value: Any) -> Any:
         array = np.asarray(value)
     except ValueError:  # ragged
         return value
-    if array.dtype.kind == "f" or array.size == 0:
+    if array.dtype.kind == "f":
         return array.astype(np.float32)
     return array.astype(np.int64) if array.dtype.kind in "biu" else value
 
