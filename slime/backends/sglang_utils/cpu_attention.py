@@ -14,8 +14,11 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Sequences whose keys are attended in one call. at: int64 [n] their places in the batch; slots: int64 [n * longest]
-    where the cache has their tokens; lengths: int64 [n]."""
+    """Sequences that are attended in one call.
+
+    at: int64 [n], their places in the batch. slots: int64 [n * longest], where the cache has their tokens. lengths:
+    int64 [n].
+    """
 
     at: torch.Tensor
     slots: torch.Tensor
