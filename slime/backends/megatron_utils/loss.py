@@ -37,6 +37,7 @@ __all__ = [
     "get_log_probs_and_entropy",
     "get_responses",
     "get_values",
+    "log_probs_of",
     "loss_function",
     "policy_loss_function",
     "response_rows",
@@ -126,6 +127,18 @@ def get_log_probs_and_entropy(
     return torch.empty(0, device=here), out
 
 
+def log_probs_of(args: Any, batch: dict[str, Any], logits: Any, with_entropy: bool = False) -> dict[str, list[Tensor]]:
+    """The dict of `get_log_probs_and_entropy` of a micro-batch's own tokens."""
+    return get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=with_entropy,
+    )[1]
+
+
 def get_values(
     logits: Tensor, *, args: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
@@ -145,7 +158,7 @@ def policy_loss_function(
     """
     masks: list[Tensor] = batch["loss_masks"]
     mask = torch.cat(masks)
-    _, out = _log_probs_of(args, batch, logits, with_entropy=True)
+    out = log_probs_of(args, batch, logits, with_entropy=True)
     log_probs = select(torch.cat(out["log_probs"]), mask)
     entropy = select(torch.cat(out["entropy"]), mask)
     advantages = _column(batch, "advantages", mask)
@@ -226,7 +239,7 @@ def sft_loss_function(
 ) -> tuple[Tensor, Metrics]:
     """Cross-entropy of the trained response tokens; a user's `token_weights` multiply it."""
     mask = torch.cat(batch["loss_masks"])
-    _, out = _log_probs_of(args, batch, logits)
+    out = log_probs_of(args, batch, logits)
     nll = -select(torch.cat(out["log_probs"]), mask)
     if "token_weights" in batch:
         nll = nll * _column(batch, "token_weights", mask)
@@ -290,18 +303,6 @@ def loss_function(args: Any, batch: dict[str, Any], step: Any, logits: Any) -> t
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _log_probs_of(args: Any, batch: dict[str, Any], logits: Any, with_entropy: bool = False) -> Any:
-    return get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=with_entropy,
-    )
-
 
 _NEEDED_FOR = {
     "rollout_log_probs": "the engine's log-probs (--use-rollout-logprobs, --use-tis)",

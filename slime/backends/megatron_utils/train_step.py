@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.backends.megatron_utils.data import MicroBatch, MicroBatches
 from slime.backends.megatron_utils.device import current_device
 from slime.backends.megatron_utils.head import DeferredLogits, full_logits
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values, loss_function
+from slime.backends.megatron_utils.loss import get_values, log_probs_of, loss_function
 from slime.backends.megatron_utils.model import unwrap
 from slime.backends.megatron_utils.value_head import ValueHead
 
@@ -71,14 +71,7 @@ def compute_log_probs(
     """
 
     def read(logits: Any, batch: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
-        return get_log_probs_and_entropy(
-            logits,
-            args=args,
-            unconcat_tokens=batch["unconcat_tokens"],
-            total_lengths=batch["total_lengths"],
-            response_lengths=batch["response_lengths"],
-            with_entropy=with_entropy,
-        )[1]
+        return log_probs_of(args, batch, logits, with_entropy)
 
     return _forward_columns(args, model, micro_batches, num_samples, read)
 
@@ -175,15 +168,7 @@ def train_one_step(
 def _use_current_as_old(args: Any, all_: MicroBatches, micro_batch: MicroBatch, logits: Any) -> None:
     """Takes the old log-probs from this very pass and keeps them in the data; the logits remember them for the loss."""
     batch = micro_batch.batch
-    _, out = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-    )
-    batch["log_probs"] = [x.detach() for x in out["log_probs"]]
+    batch["log_probs"] = [x.detach() for x in log_probs_of(args, batch, logits, with_entropy=True)["log_probs"]]
     all_.keep("log_probs", micro_batch.samples, batch["log_probs"])
 
 
