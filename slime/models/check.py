@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.config.errors import ConfigError
+from slime.config.errors import ConfigError, raise_faults
 from slime.models.hf_files import HFFolder
 from slime.models.table import WeightTable
 
 # Not weights: tables that older checkpoints saved and that the model computes itself.
 _COMPUTED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
-_SHOWN = 20
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EMBEDDING = "model.embed_tokens.weight"
@@ -65,10 +64,8 @@ def check_folder(table: WeightTable, folder: HFFolder) -> None:
             )
     if faults:
         fields = [str(field) for field in compare_fields(table, folder) if not field.agrees]
-        count, faults = len(faults), fields + faults
-        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        lines = "\n  ".join(faults[:_SHOWN] + more)
-        raise ConfigError(f"{folder.folder}: config.json and weights disagree in {count} tensors:\n  {lines}")
+        what = f"{folder.folder}: config.json and weights disagree in {len(faults)} tensors"
+        raise_faults(fields + faults, what)
     if fault := untied_head(table, folder):
         raise ConfigError(fault)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.config.errors import ConfigError
+from slime.config.errors import raise_faults
 from slime.config.hf_config import HFConfig
 from slime.models.check import check_folder, count_non_finite
 from slime.models.families import model_table
@@ -167,8 +167,7 @@ def load_hf_into(
         param.load(live.tensor, tp, rank, row_reader(folder, bound))
         if bad := count_non_finite(live.tensor):
             faults.append(f"{' + '.join(bound.hf_names)}: {bad} of {live.tensor.numel()} numbers are NaN or infinite")
-    if faults:
-        raise ConfigError(f"{hf_folder}: broken weights:\n  " + "\n  ".join(faults[:20]))
+    raise_faults(faults, f"{hf_folder}: broken weights")
 
 
 def exported_shapes(

@@ -7,7 +7,7 @@ from slime.backends.megatron_utils.convert.reader import CheckpointReader
 from slime.backends.megatron_utils.convert.regions import Structure
 from slime.backends.megatron_utils.convert.to_hf import Layout
 from slime.backends.megatron_utils.convert.to_megatron import Shard
-from slime.backends.megatron_utils.convert.units import raise_faults
+from slime.config.errors import raise_faults
 from slime.models.check import compare_fields, left_out
 from slime.models.hf_files import HFFolder
 from slime.models.table import Bound, WeightTable

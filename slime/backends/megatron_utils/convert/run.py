@@ -16,11 +16,11 @@ from slime.backends.megatron_utils.convert.reader import CheckpointReader
 from slime.backends.megatron_utils.convert.regions import StoredParam, Structure
 from slime.backends.megatron_utils.convert.report import check_checkpoint, file_lines, hf_lines, plan_lines
 from slime.backends.megatron_utils.convert.stored import checkpoint_structure
-from slime.backends.megatron_utils.convert.units import Journal, group, raise_faults, run_units
+from slime.backends.megatron_utils.convert.units import Journal, group, run_units
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parallel import destroy_parallel, init_parallel
 from slime.config.args import Args
-from slime.config.errors import ConfigError
+from slime.config.errors import ConfigError, raise_faults
 from slime.config.hf_config import HFConfig, load_hf_config
 from slime.models import HFFolder, check_folder, model_table
 from slime.models.hf_files import copy_side_files, hf_dtypes, replace_folder

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from slime.config.errors import ConfigError
-
 T = TypeVar("T")
 _UNIT_BYTES = 256 * 1024**2  # work lost by a crash, and what a process holds at a time, unless one tensor is larger
 
@@ -137,11 +135,3 @@ def _begin(start: Callable[..., Any], start_args: tuple[Any, ...]) -> None:
 def _do(unit: Any) -> Any:
     assert _work is not None
     return _work(unit)
-
-
-def raise_faults(faults: Iterable[str], what: str) -> None:
-    """Raises ConfigError that lists them, when there are any."""
-    found = list(faults)
-    if found:
-        more = [f"... and {len(found) - 20} more"] if len(found) > 20 else []
-        raise ConfigError(f"{what}:\n  " + "\n  ".join(found[:20] + more))
