@@ -39,8 +39,7 @@ def left_out(table: WeightTable, names: Iterable[str]) -> list[str]:
     """Tensors of a folder that a model of this config.json does not use: computed ones, layers behind the last."""
     behind = table.config.num_layers + int(table.config.raw.get("num_nextn_predict_layers") or 0)
     extra = {str(layer) for layer in range(table.config.num_layers, behind)}
-    layer = re.compile(r"model\.layers\.(\d+)\.")
-    return [n for n in names if n.endswith(_COMPUTED) or ((m := layer.match(n)) and m[1] in extra)]
+    return [n for n in names if n.endswith(_COMPUTED) or ((m := _LAYER.match(n)) and m[1] in extra)]
 
 
 def check_folder(table: WeightTable, folder: HFFolder) -> None:
