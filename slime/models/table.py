@@ -137,13 +137,6 @@ class WeightTable:
             f"{megatron_name}: the declaration of {self.config.model_type!r} (slime/models) has no such parameter"
         )
 
-    def knows(self, megatron_name: str) -> bool:
-        try:
-            self.find(megatron_name)
-        except KeyError:
-            return False
-        return True
-
     def entries(self) -> Iterator[Bound]:
         """Everything, layer by layer: what comes before the layers, the layers, what comes after them."""
         inside = [param for param in self.params if "{layer}" in param.megatron[0]]

@@ -74,7 +74,7 @@ class CheckpointWriter:
         kept, anything picklable. run: JSON values for the manifest.
         """
         self.wait()
-        extra = _pickled(extra_state or {}) if dist.get_rank() == 0 else b""
+        extra = pickled(extra_state or {}) if dist.get_rank() == 0 else b""
         # Who writes what depends on the layout only: it is checked once, and here, because Megatron's check talks in
         # the groups that training uses.
         if isinstance(state, dict):
@@ -105,7 +105,7 @@ class CheckpointWriter:
             for parts in by_key.values():
                 for part in (p for p in parts if isinstance(p, ShardedTensor) and p.data is not None):
                     part.data = part.data.detach().to("cpu", copy=True)
-        return mcore_to_pyt_state_dict(by_key, False), _pickled(common) if dist.get_rank() == 0 else b""
+        return mcore_to_pyt_state_dict(by_key, False), pickled(common) if dist.get_rank() == 0 else b""
 
     def wait(self) -> None:
         """Returns when nothing is being written any more. Raises SaveError when the last checkpoint failed."""
@@ -168,7 +168,7 @@ class CheckpointWriter:
         return [r for r, _ in outcomes]
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -90,8 +90,7 @@ class CheckpointReader:
         return out
 
     def _fill(self, region: Region, out: torch.Tensor) -> None:
-        box = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.size))
-        items = create_read_items_for_chunk_list(region.key, self._candidates(region), [box])
+        items = create_read_items_for_chunk_list(region.key, self._candidates(region), [region.box])
         if sum(math.prod(item.lengths) for item in items) != math.prod(region.size):
             raise ConfigError(f"{self.folder}: does not hold all of {region.key} {list(region.shape)}")
         try:

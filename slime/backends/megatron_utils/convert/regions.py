@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from slime.models.table import Bound
 
@@ -24,6 +25,11 @@ class Region:
     @property
     def own_size(self) -> tuple[int, ...]:
         return self.size[self.stacked :]
+
+    @property
+    def box(self) -> ChunkStorageMetadata:
+        """As torch's metadata says it."""
+        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size))
 
     def part(self, axis: int, part: int, parts: int) -> "Region":
         """One of `parts` equal cuts along a parameter's `axis`."""
@@ -56,3 +62,8 @@ class Structure:
 
     params: list[StoredParam]
     objects: dict[str, bytes]
+
+    @property
+    def exported(self) -> list[StoredParam]:
+        """Those that Hugging Face tensors are made of."""
+        return [param for param in self.params if param.bound.param.exported]

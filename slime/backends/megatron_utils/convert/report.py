@@ -55,9 +55,9 @@ def hf_lines(table: WeightTable, folder: HFFolder) -> Iterator[str]:
 
 def file_lines(structure: Structure, layout: Layout) -> Iterator[str]:
     """One line per tensor of the Hugging Face folder to come."""
-    for param in structure.params:
+    for param in structure.exported:
         for name, tensor in zip(param.bound.hf_names, param.bound.param.hf, strict=True):
-            if param.bound.param.exported and (tensor.stacked is None or param.bound.expert == 0):
+            if tensor.stacked is None or param.bound.expert == 0:
                 place = layout.places[name]
                 nbytes = place.slab_bytes * (tensor.stacked or 1)
                 key = param.regions[0].key

@@ -116,9 +116,13 @@ def convert_to_hf(job: Job, say: Callable[[str], None]) -> None:
         _start_folder(partial, journal, say)
         copy_side_files(job.hf_folder, partial, dtype)
         to_hf.prepare(partial, layout)
-        params = [p for p in structure.params if p.bound.param.exported]
         faults = _each(
-            job, params, to_hf.start_writer, (str(found[0]), str(partial), layout), "to Hugging Face", journal
+            job,
+            structure.exported,
+            to_hf.start_writer,
+            (str(found[0]), str(partial), layout),
+            "to Hugging Face",
+            journal,
         )
         raise_faults(faults, f"{found[0]}: broken weights, nothing kept")
         to_hf.finish(partial, layout)
@@ -206,13 +210,14 @@ def _verify(
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Raises ConfigError when a tensor or the logits differ."""
-    params = [p for p in structure.params if p.bound.param.exported]
     output_dtype = job.dtype or (hf.torch_dtype if folder == job.input else None)
     if output_dtype is None:
         dtype = HFFolder(folder).dtype(next(iter(table.hf_shapes())))
     else:
         dtype = getattr(torch, output_dtype)
-    faults = _each(job, params, verify.start_comparison, (str(ckpt), str(folder), hf_dtypes(table, dtype)), "verify")
+    faults = _each(
+        job, structure.exported, verify.start_comparison, (str(ckpt), str(folder), hf_dtypes(table, dtype)), "verify"
+    )
     raise_faults(faults, f"--verify: {ckpt} and {folder} differ")
     say(f"verified: {len(table.hf_shapes())} tensors of {ckpt.parent.name} and {folder} are equal, byte by byte")
     try:

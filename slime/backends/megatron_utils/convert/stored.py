@@ -1,14 +1,13 @@
 """Asks Megatron how its distributed checkpoints keep the parameters of a model: keys, global shapes, offsets."""
 
-import io
 from typing import Any
 
-import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from slime.backends.megatron_utils.convert.regions import Region, StoredParam, Structure
 from slime.backends.megatron_utils.model import build_structure
+from slime.backends.megatron_utils.writer import pickled
 from slime.config.hf_config import HFConfig
 from slime.models import model_table
 
@@ -23,9 +22,7 @@ def checkpoint_structure(args: Any, hf: HFConfig) -> Structure:
     params, objects = [], {}
     for name, value in state.items():
         if isinstance(value, ShardedObject):
-            data = io.BytesIO()
-            torch.save([value.data], data)  # a list: Megatron keeps the shards of one key together
-            objects[value.unique_key] = data.getvalue()
+            objects[value.unique_key] = pickled([value.data])  # a list: Megatron keeps the shards of one key together
             continue
         parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
         assert all(isinstance(part, ShardedTensor) for part in parts), name

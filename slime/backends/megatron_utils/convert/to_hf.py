@@ -75,8 +75,6 @@ def start_writer(checkpoint: str, target: str, layout: Layout) -> Callable[[Sequ
         faults, touched = [], set()
         for param in params:
             bound = param.bound
-            if not bound.param.exported:
-                continue
             for name, declared, pieces in zip(bound.hf_names, bound.param.hf, reader.sources(param), strict=True):
                 place = layout.places[name]
                 slab = 0 if declared.stacked is None else (bound.expert or 0)

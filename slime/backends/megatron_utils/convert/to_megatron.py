@@ -12,7 +12,6 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -155,8 +154,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def _item(shard: Shard, region: Region) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.size))
-    data = TensorWriteData(chunk, TensorProperties(dtype=shard.dtype), torch.Size(region.shape))
+    data = TensorWriteData(region.box, TensorProperties(dtype=shard.dtype), torch.Size(region.shape))
     return WriteItem(MetadataIndex(region.key, region.offset), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -164,16 +162,17 @@ def finish(target: Path, structure: Structure, units: list[FileUnit], written: l
     """Writes what makes the files one checkpoint: torch's metadata, Megatron's, and the state that is no tensor."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
+    from slime.backends.megatron_utils.writer import EXTRA
+
     entries: dict[str, Any] = {key: BytesStorageMetadata() for key in structure.objects}
     for unit in units:
         for shard in unit.shards:
             for region in shard.regions:
                 new = TensorStorageMetadata(TensorProperties(dtype=shard.dtype), torch.Size(region.shape), [])
-                chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.size))
-                entries.setdefault(region.key, new).chunks.append(chunk)
+                entries.setdefault(region.key, new).chunks.append(region.box)
     writer = FileSystemWriter(target, thread_count=1)
     writer.set_up_storage_writer(True)
     writer.finish(Metadata(entries), [unit.results for unit in written])
     torch.save({"world_size": 0}, target / "common.pt")
-    torch.save({}, target / "extra_state.pt")
+    torch.save({}, target / EXTRA)
     save_config(CheckpointingConfig("torch_dist", 1), str(target))
