@@ -15,6 +15,7 @@ from slime.config.errors import ConfigError
 from slime.models import quantised
 from slime.models.rows import ReadRows
 from slime.models.table import Bound, WeightTable
+from slime.utils.misc import batched_by_size
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -140,16 +141,7 @@ def plan_files(
     shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype], max_bytes: int
 ) -> list[list[str]]:
     """Names of tensors per file, in order, each file at most `max_bytes` unless one tensor alone is larger."""
-    files: list[list[str]] = []
-    used = max_bytes
-    for name, shape in shapes.items():
-        n = math.prod(shape) * dtypes[name].itemsize
-        if used + n > max_bytes or not files:
-            files.append([])
-            used = 0
-        files[-1].append(name)
-        used += n
-    return files
+    return list(batched_by_size(shapes, lambda n: math.prod(shapes[n]) * dtypes[n].itemsize, max_bytes))
 
 
 def file_header(

@@ -20,6 +20,7 @@ from slime.models.families import model_table
 from slime.models.hf_files import HFFolder, row_reader
 from slime.models.rows import Pieces, Stack
 from slime.models.table import Bound, WeightTable
+from slime.utils.misc import batched_by_size
 
 
 @dataclass(frozen=True)
@@ -256,15 +257,7 @@ def _batches(params: Sequence[LiveParam], batch_bytes: int) -> Iterator[list[Liv
     """Runs of parameters of one dtype and kind, up to `batch_bytes`; the same on every rank of the stage."""
     kind = lambda live: (live.bound.param.expert, live.tensor.dtype)  # noqa: E731
     for _, run in itertools.groupby(params, kind):
-        batch: list[LiveParam] = []
-        used = 0
-        for live in run:
-            if batch and used + live.tensor.nbytes > batch_bytes:
-                yield batch
-                batch, used = [], 0
-            batch.append(live)
-            used += live.tensor.nbytes
-        yield batch
+        yield from batched_by_size(run, lambda live: live.tensor.nbytes, batch_bytes)
 
 
 def _gather(tensors: list[torch.Tensor], group: Any, size: int) -> list[list[torch.Tensor]]:

@@ -1,13 +1,31 @@
-"""Small helpers that plug-ins import."""
+"""Small helpers, also for plug-ins."""
 
 import threading
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from slime.config.hooks import load_by_path
 
 load_function = load_by_path
 
-__all__ = ["SingletonMeta", "load_function"]
+__all__ = ["SingletonMeta", "batched_by_size", "load_function"]
+
+T = TypeVar("T")
+
+
+def batched_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Neighbours together, in order: batches whose sizes sum up to at most `limit`; a larger item goes alone."""
+    batch: list[T] = []
+    used = 0
+    for item in items:
+        n = size(item)
+        if batch and used + n > limit:
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
+        used += n
+    if batch:
+        yield batch
 
 
 class SingletonMeta(type):

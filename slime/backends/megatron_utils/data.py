@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils import device
 from slime.backends.megatron_utils.cp_utils import WHOLE, ContextParallel, cut_row, pad_lengths
+from slime.utils.misc import batched_by_size
 
 DUMMY_TOKENS = 2  # length of the masked sequence that an empty micro-batch runs, so that no rank skips a collective
 
@@ -125,17 +126,10 @@ def _dummy(data: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def repack(lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], max_tokens: int | None) -> list[list[int]]:
     """Joins neighbouring micro-batches up to `max_tokens` for passes without gradient; None leaves them as they are."""
-    out: list[list[int]] = []
-    size = 0
-    for samples in micro_batches:
-        tokens = sum(lengths[i] for i in samples)
-        if max_tokens is not None and out and size + tokens <= max_tokens:
-            out[-1].extend(samples)
-            size += tokens
-        else:
-            out.append(list(samples))
-            size = tokens
-    return out
+    if max_tokens is None:
+        return [list(samples) for samples in micro_batches]
+    joined = batched_by_size(micro_batches, lambda samples: sum(lengths[i] for i in samples), max_tokens)
+    return [[i for samples in neighbours for i in samples] for neighbours in joined]
 
 
 def pad_count(micro_batches: list[list[int]], multiple: int) -> list[list[int]]:

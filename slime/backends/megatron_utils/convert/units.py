@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from slime.utils.misc import batched_by_size
+
 T = TypeVar("T")
 _UNIT_BYTES = 256 * 1024**2  # work lost by a crash, and what a process holds at a time, unless one tensor is larger
 
@@ -20,15 +22,7 @@ def group(items: Sequence[T], nbytes: Callable[[T], int], processes: int) -> lis
     """Runs of items of up to 256 MiB each, in order; less where that would leave processes idle."""
     total = sum(nbytes(item) for item in items)
     limit = min(_UNIT_BYTES, max(1, total // (4 * processes)))
-    groups: list[list[T]] = []
-    used = limit
-    for item in items:
-        if used + nbytes(item) > limit or not groups:
-            groups.append([])
-            used = 0
-        groups[-1].append(item)
-        used += nbytes(item)
-    return groups
+    return list(batched_by_size(items, nbytes, limit))
 
 
 class Journal:
