@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from slime.config.fields import arg, group
+from slime.config.fields import arg, flag_of, group
 from slime.config.hf_config import HFConfig
 
 
@@ -76,7 +76,7 @@ def disagreements(args: Any, hf: HFConfig) -> Iterator[str]:
         if given is None or given == actual or _close(given, actual):
             continue
         yield (
-            f"--{name.replace('_', '-')} {given}: the model has {actual} ({args.hf_checkpoint}/config.json); "
+            f"{flag_of(name)} {given}: the model has {actual} ({args.hf_checkpoint}/config.json); "
             "leave the flag out, sizes are read from the model"
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.errors import ConfigError
+from slime.config.fields import flag_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def command_line(options: Mapping[str, Any], known: Mapping[str, Option] | None)
     """Options as command-line words. With `known` None (package absent) every name becomes `--name value`."""
     words: list[str] = []
     for name, value in options.items():
-        option = (known or {}).get(name) or Option("--" + name.replace("_", "-"), "value", name)
+        option = (known or {}).get(name) or Option(flag_of(name), "value", name)
         words += _words(option, value)
     return words
 
@@ -156,7 +157,7 @@ def _annotated_fields(node: ast.ClassDef) -> Iterator[tuple[Option, set[str]]]:
             keywords = {k.arg: k.value for m in metadata if isinstance(m, ast.Call) for k in m.keywords}
         if name.startswith("_") or _constant(keywords.get("no_cli")):
             continue
-        flag = _constant(keywords.get("cli_name")) or "--" + name.replace("_", "-")
+        flag = _constant(keywords.get("cli_name")) or flag_of(name)
         aliases = [_constant(e) for e in getattr(keywords.get("aliases"), "elts", [])]
         yield Option(flag, _kind(annotation, keywords), name), {name, *(_name_of(f) for f in (flag, *aliases))}
 

@@ -37,6 +37,11 @@ def group(title: str) -> Callable[[type], type]:
     return wrap
 
 
+def flag_of(name: str) -> str:
+    """A field's name as on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 def default_of(field: dataclasses.Field) -> Any:
     """The default of a field, whether given as a value or as a factory."""
     factory: Any = field.default_factory

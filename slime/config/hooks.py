@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.config.errors import ConfigError
+from slime.config.fields import flag_of
 
 # Objects given by path that are classes with a contract beyond their constructor.
 REQUIRED_METHODS = {"data_source_path": ("get_samples", "add_samples", "save", "load", "__len__")}
@@ -72,7 +73,7 @@ def load_hook(args: Any, field_name: str) -> Callable[..., Any] | None:
     path = getattr(args, field_name, None)
     if path is None:
         return None
-    flag = "--" + field_name.replace("_", "-")
+    flag = flag_of(field_name)
     try:
         function = load_by_path(path)
     except ConfigError as error:

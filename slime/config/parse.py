@@ -15,15 +15,11 @@ import yaml
 from slime.config.args import Args
 from slime.config.engine_options import known_router_options, known_server_options
 from slime.config.errors import ConfigError
-from slime.config.fields import default_of
+from slime.config.fields import default_of, flag_of
 from slime.config.groups import GROUPS
 
 # Who takes `--<owner>-<option>`, and which options the installed one has.
 _PASS_THROUGH = {"sglang": known_server_options, "router": known_router_options}
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _value_type(hint: Any) -> tuple[Any, bool]:
@@ -154,7 +150,7 @@ def _take_pass_through(rest: list[str], parser: argparse.ArgumentParser) -> dict
         option = flag[len(owner) + 3 :].replace("-", "_")
         known = _PASS_THROUGH[owner]()
         if known is not None and option not in known:
-            candidates = [f"--{owner}-{k.replace('_', '-')}" for k in sorted(known)] + _known_flags(parser)
+            candidates = [flag_of(f"{owner}_{k}") for k in sorted(known)] + _known_flags(parser)
             raise ConfigError(
                 f"unknown flag {flag}: the installed {owner} has no such option{_nearest(flag, candidates)}"
             )

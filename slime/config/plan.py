@@ -3,7 +3,7 @@
 import dataclasses
 
 from slime.config.args import Args
-from slime.config.fields import default_of
+from slime.config.fields import default_of, flag_of
 from slime.config.groups import GROUPS
 from slime.config.hf_config import HFConfig
 from slime.config.layout import Layout
@@ -23,11 +23,11 @@ def _flags(args: Args) -> str:
         for f in dataclasses.fields(cls):
             value = getattr(args, f.name)
             if value != default_of(f):
-                shown.append(f"    --{f.name.replace('_', '-')} {value}")
+                shown.append(f"    {flag_of(f.name)} {value}")
         if shown:
             lines += [f"  {cls.group_title}", *shown]
     for prefix, options in (("sglang", args.sglang), ("router", args.router)):
-        lines += [f"    --{prefix}-{k.replace('_', '-')} {v}" for k, v in options.items()]
+        lines += [f"    {flag_of(f'{prefix}_{k}')} {v}" for k, v in options.items()]
     return "\n".join(lines)
 
 

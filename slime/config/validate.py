@@ -8,6 +8,7 @@ from slime.config.args import Args
 from slime.config.critic import uses_critic
 from slime.config.engine_options import RESERVED_ROUTER, RESERVED_SERVER, overlay, router_options, server_options
 from slime.config.errors import ConfigError
+from slime.config.fields import flag_of
 from slime.config.hf_config import HFConfig
 
 
@@ -40,11 +41,11 @@ _POSITIVE = (
 def _sizes(args: Args) -> Iterator[str]:
     for name in _POSITIVE:
         if getattr(args, name) < 1:
-            yield f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1"
+            yield f"{flag_of(name)} is {getattr(args, name)}: it must be at least 1"
     for name in ("num_rollout", "save_interval", "eval_interval", "keep_last", "num_epoch"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            yield f"--{name.replace('_', '-')} is {value}: it must be at least 1 (leave it out to turn it off)"
+            yield f"{flag_of(name)} is {value}: it must be at least 1 (leave it out to turn it off)"
     if args.lr < 0:
         yield f"--lr is {args.lr}: it must not be negative"
 
@@ -217,7 +218,7 @@ def _critic(args: Args) -> Iterator[str]:
     if not uses_critic(args):
         for name in ("critic_load", "num_critic_only_steps", "colocate_critic"):
             if getattr(args, name):
-                yield f"--{name.replace('_', '-')} has no effect: there is no critic without --advantage-estimator ppo"
+                yield f"{flag_of(name)} has no effect: there is no critic without --advantage-estimator ppo"
         return
     replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     world = args.critic_num_nodes * args.critic_num_gpus_per_node

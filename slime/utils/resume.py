@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.errors import ConfigError
+from slime.config.fields import flag_of
 from slime.config.hf_config import load_hf_config
 from slime.utils.checkpoint_folder import check_sizes, is_hf_folder, latest_checkpoint, read_manifest
 
@@ -58,7 +59,7 @@ def check_start(args: Args) -> list[str]:
             _check_writable(flag, Path(folder).parent if flag == "--save-hf" else Path(folder))
     for name in ("load", "ref_load", "critic_load", "opd_teacher_load"):
         if (folder := getattr(args, name)) is not None:
-            _check_source(_flag(name), Path(folder), args)
+            _check_source(flag_of(name), Path(folder), args)
     found = latest_checkpoint(args.load)
     manifest = read_manifest(found[0]) if found else None
     if found is None or manifest is None or args.finetune:
@@ -73,12 +74,12 @@ def check_start(args: Args) -> list[str]:
     if dangerous and not args.allow_config_change:
         raise ConfigError(
             "\n".join(
-                f"{_flag(name)} was {old!r} and is {new!r}: the run in {found[0]} cannot go on like that; give it as "
+                f"{flag_of(name)} was {old!r} and is {new!r}: the run in {found[0]} cannot go on like that; give it as "
                 "it was, start anew with --finetune, or give --allow-config-change"
                 for name, (old, new) in dangerous.items()
             )
         )
-    return [f"going on from {found[0]}; changed since: {_flag(name)} {old} -> {new}"
+    return [f"going on from {found[0]}; changed since: {flag_of(name)} {old} -> {new}"
             for name, (old, new) in changes.items()]  # fmt: skip
 
 
@@ -147,7 +148,3 @@ def _plain(values: Any) -> Any:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
     return json.loads(json.dumps(values, default=str))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
