@@ -39,8 +39,9 @@ class Book:
         self._settled: dict[int, str] = {}  # in the current step
         self._step: int | None = None
 
-    def take(self, event: str, group: int, step: int) -> bool:
-        """Moves one group; False where that is no news (told twice, or a group that did not come from the prompts).
+    def take(self, event: str, group: int, step: int) -> str | None:
+        """Moves one group. Returns the event by its name in the file ("added" for a group returned from nowhere), None
+        where it is no news (told twice, or a group that did not come from the prompts).
 
         Moves that cannot be are kept in `problems`.
         """
@@ -63,15 +64,15 @@ class Book:
             before = self._settled.get(group)
             if group not in self.in_flight:
                 if before is None and group not in self.buffered and group >= self._next:
-                    return False
+                    return None
                 self._must(before == event, f"group {group} is {event} although it {self._where(group)}")
-                return False
+                return None
             self.in_flight.discard(group)
             self._settled[group] = event
         else:
             raise ValueError(f"ledger event {event!r} is unknown")
         self.counts[event] += 1
-        return True
+        return event
 
     def accounting(self) -> dict[str, int]:
         """Groups by state since the start of the run."""
@@ -144,9 +145,7 @@ class Ledger:
         it was news for."""
         rows, news = [], []
         for i, group in enumerate(groups):
-            known = group in self.book.in_flight
-            if self.book.take(event, group, self.step):
-                name = "added" if event == "returned" and not known else event
+            if (name := self.book.take(event, group, self.step)) is not None:
                 rows.append({"event": name, "step": self.step, "group": group, **(details[i] if details else {})})
                 news.append(group)
         self._write(rows)
