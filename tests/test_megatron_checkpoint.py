@@ -147,6 +147,8 @@ def test_what_can_be_known_is_known_before_anything_starts(copy, model, tmp_path
     with pytest.raises(ConfigError, match="--num-rollout was 3 and is 9"):
         edit(path / "manifest.json", run={"flags": {"num_rollout": 3}})
         check_start(args.replace(lr_decay_style="cosine", num_rollout=9))
+    edit(path / "manifest.json", run={})  # weights of no run: nothing goes on
+    assert check_start(args.replace(lr_decay_style="cosine", num_rollout=9)) == []
 
     other = tiny_model(tmp_path / "other", num_layers=2)
     edit(path / "manifest.json", run={"model": json.loads(open(f"{model}/config.json").read())})

@@ -4,13 +4,7 @@ import itertools
 from pathlib import Path
 
 from slime.config import Args
-from slime.utils.checkpoint_folder import holds_weights_only, latest_checkpoint
-
-
-def resumes(args: Args) -> bool:
-    """Whether --load holds a checkpoint that this run continues."""
-    found = latest_checkpoint(args.load)
-    return found is not None and not args.finetune and not holds_weights_only(found[0])
+from slime.utils.resume import resumed_checkpoint
 
 
 def prepare_run_folder(args: Args) -> Path | None:
@@ -20,7 +14,7 @@ def prepare_run_folder(args: Args) -> Path | None:
     """
     folder = Path(args.run_dir)
     moved = None
-    if not resumes(args) and (folder / "config.yaml").exists():
+    if resumed_checkpoint(args) is None and (folder / "config.yaml").exists():
         moved = next(p for i in itertools.count(1) if not (p := folder.with_name(f"{folder.name}.{i}")).exists())
         folder.rename(moved)
     folder.mkdir(parents=True, exist_ok=True)

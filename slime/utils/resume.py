@@ -12,7 +12,13 @@ from slime.config.args import Args
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of
 from slime.config.hf_config import load_hf_config
-from slime.utils.checkpoint_folder import check_sizes, is_hf_folder, latest_checkpoint, read_manifest
+from slime.utils.checkpoint_folder import (
+    check_sizes,
+    holds_weights_only,
+    is_hf_folder,
+    latest_checkpoint,
+    read_manifest,
+)
 
 # Where a run reads, writes and computes; none of it changes what it computes.
 _ELSEWHERE = {
@@ -48,6 +54,13 @@ def describe_run(args: Args, model: Mapping[str, Any], extra_state: Mapping[str,
     }
 
 
+def resumed_checkpoint(args: Args) -> tuple[Path, int] | None:
+    """(path, rollout id) of the checkpoint in --load that the run goes on from. None: it starts at step 0, maybe with
+    weights from there."""
+    found = latest_checkpoint(args.load)
+    return None if found is None or args.finetune or holds_weights_only(found[0]) else found
+
+
 def check_start(args: Args) -> list[str]:
     """Everything about --load, --save and --run-dir that can be known before a process starts.
 
@@ -60,9 +73,9 @@ def check_start(args: Args) -> list[str]:
     for name in ("load", "ref_load", "critic_load", "opd_teacher_load"):
         if (folder := getattr(args, name)) is not None:
             _check_source(flag_of(name), Path(folder), args)
-    found = latest_checkpoint(args.load)
+    found = resumed_checkpoint(args)
     manifest = read_manifest(found[0]) if found else None
-    if found is None or manifest is None or args.finetune:
+    if found is None or manifest is None:
         return []
     changes = changed_flags(manifest.run.get("flags", {}), args)
     rollouts = manifest.run.get("flags", {}).get("num_rollout")

@@ -28,9 +28,9 @@ from slime.backends.megatron_utils.writer import CheckpointWriter
 from slime.config.hf_config import check_same_model, load_hf_config
 from slime.config.hooks import load_hook
 from slime.models import load_hf_into, save_hf
-from slime.utils.checkpoint_folder import SaveError, holds_weights_only, is_hf_folder
+from slime.utils.checkpoint_folder import SaveError, is_hf_folder
 from slime.utils.flops import measure_matmul_peak, train_flops
-from slime.utils.resume import describe_run
+from slime.utils.resume import describe_run, resumed_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +83,15 @@ class MegatronTrainActor:
         chunks = self._build()
         found = checkpoint.latest_checkpoint(args.load)
         self._frozen = {name: self._load_frozen(chunks, folder) for name, folder in frozen_models(args).items()}
-        goes_on = found is not None and not (args.finetune or holds_weights_only(found[0]))
-        state = self._resume_path(found[0]) if found is not None and goes_on else None
+        resumed = resumed_checkpoint(args)
+        state = self._resume_path(resumed[0]) if resumed is not None else None
         source = self._load_initial(chunks, found) if state is None else str(state)
         self.model = wrap_model(args, chunks)
         self.optimizer = build_optimizer(args, self.model)
         self.scheduler = build_scheduler(args, self.optimizer, total_steps=_total_steps(args))
         start = 0
-        if found is not None and goes_on:
-            start, self._checkpoint = found[1] + 1, found[0]
+        if resumed is not None:
+            start, self._checkpoint = resumed[1] + 1, resumed[0]
         if state is not None:
             checkpoint.load_checkpoint(state, self.model, self.optimizer, self.scheduler)
         if args.start_rollout_id is not None:
