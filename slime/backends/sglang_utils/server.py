@@ -127,7 +127,7 @@ def server_env(args: Args, spec: EngineSpec, base: dict[str, str] | None = None)
             "SGLANG_USE_CPU_ENGINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
-            **omp_env(spec.threads),
+            **omp_env(spec.threads, env),
         }
         if args.rollout_num_gpus_per_engine > 1:
             # SGLang takes more ranks than NUMA nodes only when each rank's cores are named.
