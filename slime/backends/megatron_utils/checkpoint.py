@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from slime.backends.megatron_utils import device
 from slime.backends.megatron_utils.freeze import Freezer
-from slime.backends.megatron_utils.model import unwrap, use_fused_adam
+from slime.backends.megatron_utils.model import torch_adams, unwrap, use_fused_adam
 from slime.backends.megatron_utils.writer import EXTRA, CheckpointWriter
 from slime.config.errors import ConfigError
 from slime.utils.checkpoint_folder import check_digests, check_sizes, latest_checkpoint, read_manifest
@@ -107,9 +107,9 @@ def load_checkpoint(
         gpt.load_state_dict(loaded[f"model{index}"] | own, strict=True)
     if optimizer is None:
         return
-    flags = [{key: group[key] for key in _OF_FLAGS if key in group} for group in _param_groups(optimizer)]
+    flags = [{key: group[key] for key in _OF_FLAGS if key in group} for group in optimizer.param_groups]
     _load_optimizer(optimizer, loaded["optimizer"])
-    for group, values in zip(_param_groups(optimizer), flags, strict=True):
+    for group, values in zip(optimizer.param_groups, flags, strict=True):
         group.update(values)  # flags of this run, not of the one that wrote the checkpoint
     if scheduler is not None:
         # Its position is the checkpoint's, its shape that of this run's flags.
@@ -194,10 +194,7 @@ def _whole_buckets(optimizer: Any) -> Iterator[None]:
 
 def materialise_adam(optimizer: Any) -> None:
     """Gives torch's Adam its zero state. Megatron reads it when saving or loading; torch makes it at the first step."""
-    for part in optimizer.chained_optimizers:
-        adam = part.optimizer
-        if not isinstance(adam, (torch.optim.AdamW, torch.optim.Adam)):
-            continue
+    for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             for param in group["params"]:
                 if not adam.state[param]:
@@ -206,12 +203,6 @@ def materialise_adam(optimizer: Any) -> None:
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }
-
-
-def _param_groups(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:
-            yield from part.optimizer.param_groups
 
 
 def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:

@@ -281,12 +281,22 @@ def build_optimizer(args: Any, model: list[DistributedDataParallel], lr: float |
     return optimizer
 
 
+def inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """The plain optimizers inside Megatron's chained one; a rank without parameters of a kind has none for it."""
+    inner = (getattr(part, "optimizer", None) for part in optimizer.chained_optimizers)
+    return (plain for plain in inner if plain is not None)
+
+
+def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Those that are torch's Adam, which Megatron takes where no fused one is installed."""
+    return (o for o in inner_optimizers(optimizer) if isinstance(o, (torch.optim.AdamW, torch.optim.Adam)))
+
+
 def use_fused_adam(optimizer: Any) -> None:
     """Lets torch's Adam, where Megatron took it, make one pass over memory instead of one per operation."""
-    for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
-            for group in part.optimizer.param_groups:
-                group["fused"] = True
+    for adam in torch_adams(optimizer):
+        for group in adam.param_groups:
+            group["fused"] = True
 
 
 def build_scheduler(args: Any, optimizer: Any, total_steps: int, lr: float | None = None) -> OptimizerParamScheduler:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.model import unwrap
+from slime.backends.megatron_utils.model import inner_optimizers, unwrap
 
 
 class TrainerMemory:
@@ -61,10 +61,7 @@ def _ddp_buffers(model: Sequence[Any]) -> list[Any]:
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """State (Adam's moments) and the tensors that are updated: fp32 copies of the parameters, or views of them."""
-    for part in optimizer.chained_optimizers:
-        inner = getattr(part, "optimizer", None)
-        if inner is None:  # a rank without parameters of this kind
-            continue
+    for inner in inner_optimizers(optimizer):
         for state in inner.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
         for group in inner.param_groups:
