@@ -130,7 +130,7 @@ class RolloutDataSource(DataSource):
             "rollout_shuffle": self.args.rollout_shuffle,
             "n_samples_per_prompt": self.args.n_samples_per_prompt,
             "ledger": self.ledger.state_dict(),
-            "again": [*self._in_flight.values(), *([s.to_dict() for s in group] for group in self._again)],
+            "again": [*self._in_flight.values(), *map(_plain, self._again)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,8 +150,7 @@ class RolloutDataSource(DataSource):
         self.cursor = Cursor(**state["cursor"])
         self.cursor.position = min(self.cursor.position, len(self.dataset))
         self._in_flight = {}
-        self._again = [[Sample.from_dict(s) for s in group] for group in state["again"]]
-        self.ledger.book.load_state_dict(state["ledger"], waiting=map(_number, self._again))
+        self.ledger.book.load_state_dict(state["ledger"], waiting=map(_number, self._load_groups(state)))
 
     def save(self, rollout_id: int) -> None:
         if self.args.save is None:
@@ -177,6 +176,11 @@ class RolloutDataSource(DataSource):
         with open(path, "rb") as file:
             self.load_state_dict(pickle.load(file))
 
+    def _load_groups(self, state: dict[str, Any]) -> list[Group]:
+        """Takes the groups of a state over; returns those that wait to be handed out (again)."""
+        self._again = _groups(state["again"])
+        return self._again
+
     def _draw(self) -> Group:
         cursor = self.cursor
         if cursor.position >= len(self.dataset):
@@ -190,7 +194,7 @@ class RolloutDataSource(DataSource):
             group.append(sample)
         place = {"epoch": cursor.epoch, "row": row, "first_sample": cursor.next_sample_index, "samples": len(group)}
         self.ledger.drawn(cursor.next_group_index, **place)
-        self._in_flight[cursor.next_group_index] = [s.to_dict() for s in group]
+        self._in_flight[cursor.next_group_index] = _plain(group)
         cursor.position += 1
         cursor.next_group_index += 1
         cursor.next_sample_index += len(group)
@@ -203,7 +207,7 @@ class RolloutDataSource(DataSource):
     def _take_off(self, groups: list[Group]) -> list[Group]:
         """Groups that waited are in flight (again)."""
         self.ledger.moved("taken", map(_number, groups))
-        self._in_flight.update({_number(group): [s.to_dict() for s in group] for group in groups})
+        self._in_flight.update({_number(group): _plain(group) for group in groups})
         return groups
 
     def _order(self, epoch: int) -> Sequence[int]:
@@ -262,13 +266,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer += [list(group) for group in samples]
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "buffer": [[s.to_dict() for s in group] for group in self.buffer]}
+        return {**super().state_dict(), "buffer": [*map(_plain, self.buffer)]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.buffer = [[Sample.from_dict(s) for s in group] for group in state["buffer"]]
-        waiting = map(_number, self._again + self.buffer)
-        self.ledger.book.load_state_dict(state["ledger"], waiting)
+    def _load_groups(self, state: dict[str, Any]) -> list[Group]:
+        self.buffer = _groups(state["buffer"])
+        return super()._load_groups(state) + self.buffer
 
     def _number_group(self, group: Group) -> None:
         """A hook's own group, which did not come from the prompts, gets the next number."""
@@ -315,6 +317,15 @@ def _number(group: Group) -> int:
     index = _flat(group)[0].group_index
     assert index is not None, "a group of the data source has a number"
     return index
+
+
+def _plain(group: Group) -> list[dict[str, Any]]:
+    """A group as a state holds it; `_groups` is the way back."""
+    return [sample.to_dict() for sample in group]
+
+
+def _groups(plain: list[list[dict[str, Any]]]) -> list[Group]:
+    return [[Sample.from_dict(sample) for sample in group] for group in plain]
 
 
 def _flat(group: Any) -> list[Sample]:
