@@ -185,9 +185,7 @@ def _env(args: Args, layout: Layout) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         env |= omp_env(max(1, cores // (layout.world_size + layout.critic_world_size)))
         env["CUDA_VISIBLE_DEVICES"] = ""
-        env["THP_MEM_ALLOC_ENABLE"] = (
-            "1"  # torch asks for huge pages: first touches of 4 kB pages cost more than the work
-        )
+        env["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: first touches of 4 kB pages cost more than the work
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "")
     else:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps communication by launch order

@@ -87,6 +87,9 @@ class MegatronTrainActor:
         state = self._resume_path(resumed[0]) if resumed is not None else None
         source = self._load_initial(chunks, found) if state is None else str(state)
         self.model = wrap_model(args, chunks)
+        # How a micro-batch's row is padded and cut.
+        self._multiple = self.ranks.tp_size if self.model[0].config.sequence_parallel else 1
+        self._context = context_parallel(args)
         self.optimizer = build_optimizer(args, self.model)
         self.scheduler = build_scheduler(args, self.optimizer, total_steps=_total_steps(args))
         start = 0
@@ -219,8 +222,6 @@ class MegatronTrainActor:
         """This rank's columns on its device, and the micro-batches of each optimizer step."""
         columns: dict[str, Any] = data.to_device(rank_data.columns)
         columns["sample_denominators"] = list(rank_data.sample_denominators)
-        self._multiple = self.ranks.tp_size if self.model[0].config.sequence_parallel else 1
-        self._context = context_parallel(self.args)
         return columns, [self._pad(step.micro_batches) for step in rank_data.steps]
 
     def _take_prepared(self, rollout_id: int) -> Prepared:

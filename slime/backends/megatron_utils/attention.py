@@ -142,16 +142,12 @@ def similar_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
     Padding goes to the right, where a causal mask hides it from every real token, so results do not change.
     """
     batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        longest = lengths[batches[-1][0]] if batches else 0
-        fits = (
-            longest < LONG
-            and (longest - lengths[i]) <= longest * PADDING
-            and batches != []
-            and (len(batches[-1]) + 1) * longest <= BATCH_TOKENS
-        )
-        if fits:
-            batches[-1].append(i)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        batch = batches[-1] if batches else []
+        longest = lengths[batch[0]] if batch else LONG
+        padding, tokens = longest - lengths[i], longest * (len(batch) + 1)
+        if longest < LONG and padding <= longest * PADDING and tokens <= BATCH_TOKENS:
+            batch.append(i)
         else:
             batches.append([i])
     return batches
