@@ -72,7 +72,7 @@ def compare(folder: Path, ckpt: Path) -> tuple[float, float, float]:
 
     from slime.backends.megatron_utils import checkpoint
     from slime.backends.megatron_utils.convert.run import Job, one_rank
-    from slime.backends.megatron_utils.data import pack
+    from slime.backends.megatron_utils.convert.verify import logits_of
     from slime.backends.megatron_utils.model import build_model
     from slime.config.hf_config import load_hf_config
 
@@ -81,9 +81,7 @@ def compare(folder: Path, ckpt: Path) -> tuple[float, float, float]:
     with one_rank(Job(folder, None, folder), hf, "float32") as args, torch.no_grad():
         (model,) = build_model(args, hf)
         checkpoint.load_checkpoint(ckpt, [model])
-        model.output_layer.deferred = False
-        tokens, positions, packed = pack([ids[0]])
-        ours = model(tokens, positions, None, packed_seq_params=packed)[0, : ids.size(1), : hf.vocab_size].float()
+        ours = logits_of(model, [ids[0]])[: ids.size(1), : hf.vocab_size]
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits[0]
     loss = [torch.nn.functional.cross_entropy(x[:-1].double(), ids[0, 1:]).item() for x in (ours, theirs)]
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -14,18 +14,14 @@ NEW = ("qwen2_moe", "mixtral", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3",
 def logits_and_folder(rank, world, port, cases):
     from megatron.core.parallel_state import destroy_model_parallel
 
-    from slime.backends.megatron_utils.data import pack
+    from slime.backends.megatron_utils.convert.verify import logits_of
     from slime.models import save_hf
 
     out = []
     for args, target in cases:
         (model,), hf = build(args, rank, world, port)
         save_hf([model], target, hf, args)
-        model.output_layer.deferred = False
-        tokens, positions, packed = pack([torch.tensor(t) for t in TOKENS])
-        with torch.no_grad():
-            logits = model(tokens, positions, None, packed_seq_params=packed)
-        out.append(logits[0].float().numpy())
+        out.append(logits_of(model, [torch.tensor(t) for t in TOKENS]).numpy())
         destroy_model_parallel()
     return out
 

@@ -112,16 +112,12 @@ def test_virtual_pipeline_stages(tmp_path):
 def logits_of_megatron(rank, world, port, cases):
     from megatron.core.parallel_state import destroy_model_parallel
 
-    from slime.backends.megatron_utils.data import pack
+    from slime.backends.megatron_utils.convert.verify import logits_of
 
     out = []
     for args in cases:
         (model,), _ = build(args, rank, world, port)
-        model.output_layer.deferred = False
-        tokens, positions, packed = pack([torch.tensor(t) for t in TOKENS])
-        with torch.no_grad():
-            logits = model(tokens, positions, None, packed_seq_params=packed)
-        out.append(logits[0].float().numpy())
+        out.append(logits_of(model, [torch.tensor(t) for t in TOKENS]).numpy())
         destroy_model_parallel()
     return out
 

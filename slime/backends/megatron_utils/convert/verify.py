@@ -42,21 +42,30 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
 
 
+@torch.no_grad()
+def logits_of(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of a bare Megatron model of one pipeline stage: float32 [T, V / tp], of all sequences one after the other.
+
+    sequences: int64 [length], on the model's device.
+    """
+    from slime.backends.megatron_utils.data import pack
+
+    model.output_layer.deferred = False
+    tokens, positions, packed = pack(sequences)
+    return model(tokens, positions, None, packed_seq_params=packed)[0].float()
+
+
 def compare_logits(model: Any, hf: HFConfig, hf_folder: str | Path, dtype: torch.dtype = torch.float32) -> float:
     """Largest difference of logits, divided by the largest logit, between a float32 Megatron model of one rank and
     transformers in float32 with the folder's weights, which are rounded to `dtype` before."""
     from transformers import AutoModelForCausalLM
-
-    from slime.backends.megatron_utils.data import pack
 
     device = next(model.parameters()).device
     reference = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32, attn_implementation="eager").eval()
     for parameter in reference.parameters():
         parameter.data = parameter.data.to(dtype).float()
     probe = [[t % hf.vocab_size for t in tokens] for tokens in PROBE]
-    tokens, positions, packed = pack([torch.tensor(t, device=device) for t in probe])
-    model.output_layer.deferred = False
+    ours = logits_of(model, [torch.tensor(t, device=device) for t in probe])[:, : hf.vocab_size].cpu()
     with torch.no_grad():
-        ours = model(tokens, positions, None, packed_seq_params=packed)[0, :, : hf.vocab_size].float().cpu()
         theirs = torch.cat([reference(torch.tensor([t])).logits[0] for t in probe])
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
