@@ -36,7 +36,6 @@ class HFConfig:
     """
 
     model_type: str
-    architectures: tuple[str, ...]
     num_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -151,7 +150,6 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
     partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     return HFConfig(
         model_type=model_type,
-        architectures=tuple(raw.get("architectures") or ()),
         num_layers=need("num_hidden_layers"),
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -201,7 +199,7 @@ def _latent(need: Any, q_rank: int | None) -> LatentAttention:
 
 def check_same_model(own: HFConfig, other: HFConfig, folder: str | Path) -> None:
     """Raises ConfigError unless `other`, read from `folder`, computes the same function of its weights as `own`."""
-    free = {"raw", "architectures", "torch_dtype", "max_position_embeddings"}
+    free = {"raw", "torch_dtype", "max_position_embeddings"}
     names = [f.name for f in dataclasses.fields(HFConfig) if f.name not in free]
     wrong = [
         f"{n} {getattr(other, n)} instead of {getattr(own, n)}" for n in names if getattr(own, n) != getattr(other, n)

@@ -78,13 +78,6 @@ async def get(
     return await _request("GET", url, None, max_retries, headers, timeout)
 
 
-async def close_http_client() -> None:
-    """Closes the running loop's connections."""
-    session = _sessions.pop(asyncio.get_running_loop(), None)
-    if session is not None:
-        await session.close()
-
-
 async def _request(
     method: str, url: str, body: bytes | None, max_retries: int, headers: dict[str, str] | None, timeout: float | None
 ) -> Any:

@@ -17,7 +17,7 @@ from slime.config.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class ParallelRank:
-    """Where this process stands. Sizes and ranks of tensor, pipeline, context, data and expert parallelism.
+    """Where this process stands. Sizes and ranks of tensor, pipeline, context and data parallelism.
 
     is_last_stage: holds the head, so it computes log-probs and losses. vp_size: model chunks per pipeline rank.
     is_metrics_rank: exactly one rank of the world; it reports.
@@ -27,14 +27,12 @@ class ParallelRank:
     world_size: int
     tp_rank: int
     tp_size: int
-    pp_rank: int
     pp_size: int
     vp_size: int
     cp_rank: int
     cp_size: int
     dp_rank: int
     dp_size: int
-    ep_size: int
     is_last_stage: bool
     is_metrics_rank: bool
 
@@ -124,14 +122,12 @@ def this_rank() -> ParallelRank:
         world_size=dist.get_world_size(),
         tp_rank=tp_rank,
         tp_size=mpu.get_tensor_model_parallel_world_size(),
-        pp_rank=mpu.get_pipeline_model_parallel_rank(),
         pp_size=mpu.get_pipeline_model_parallel_world_size(),
         vp_size=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
         cp_rank=cp_rank,
         cp_size=mpu.get_context_parallel_world_size(),
         dp_rank=dp_rank,
         dp_size=mpu.get_data_parallel_world_size(),
-        ep_size=mpu.get_expert_model_parallel_world_size(),
         is_last_stage=last,
         is_metrics_rank=last and tp_rank == cp_rank == dp_rank == 0,
     )

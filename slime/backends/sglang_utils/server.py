@@ -174,7 +174,6 @@ class SGLangServer:
         self._fixed_port, self.port = port, port
         self.log_path = Path(log_path or Path(args.run_dir) / "logs" / f"{self.name.replace(' ', '_')}.log").absolute()
         self._process: ManagedProcess | None = None
-        self._own_ports: set[int] = set()
 
     @property
     def name(self) -> str:
