@@ -18,6 +18,7 @@ from slime.models.table import Bound, WeightTable
 from slime.utils.misc import batched_by_size
 
 INDEX = "model.safetensors.index.json"
+FILE_BYTES = 5 * 1024**3  # of weights in one file
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from slime.config.hf_config import HFConfig
 from slime.models.families import model_table
 from slime.models.hf_files import (
+    FILE_BYTES,
     SafetensorsWriter,
     copy_side_files,
     file_name,
@@ -23,12 +24,10 @@ from slime.models.hf_files import (
 )
 from slime.models.live import exported_shapes, iter_hf_weights, model_ranks, unwrap
 
-_FILE_BYTES = 5 * 1024**3
-
 
 def save_hf(
     model_chunks: Sequence[torch.nn.Module], folder: str | Path, hf_config: HFConfig, args: Any,
-    *, dtype: torch.dtype | None = None, max_file_bytes: int = _FILE_BYTES,
+    *, dtype: torch.dtype | None = None, max_file_bytes: int = FILE_BYTES,
 ) -> None:  # fmt: skip
     """Writes a complete Hugging Face folder: weights, index, and config and tokenizer files of --hf-checkpoint.
 

@@ -23,12 +23,10 @@ from slime.config.args import Args
 from slime.config.errors import ConfigError, raise_faults
 from slime.config.hf_config import HFConfig, load_hf_config
 from slime.models import HFFolder, check_folder, model_table
-from slime.models.hf_files import copy_side_files, hf_dtypes, replace_folder
+from slime.models.hf_files import FILE_BYTES, copy_side_files, hf_dtypes, replace_folder
 from slime.models.table import WeightTable
 from slime.utils.checkpoint_folder import commit, describe, files_in, latest_checkpoint, partial_folder
 from slime.utils.net import free_port
-
-FILE_BYTES = 5 * 1024**3
 
 
 @dataclasses.dataclass(frozen=True)
