@@ -139,6 +139,7 @@ def test_layout_of_a_critic(base):
         (["--rollout-batch-size", "0"], "it must be at least 1"),
         (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--hf-checkpoint", "nowhere"], "--hf-checkpoint nowhere: no such folder"),
+        (["--update-weights-interval", "2"], "has no effect: train.py sends the weights after every rollout"),
         (["--eval-interval", "2"], "needs --eval-prompt-data"),
         (["--use-tis", "--use-rollout-logprobs"], "choose one"),
         (["--sglang-tp-size", "2"], "use --rollout-num-gpus-per-engine"),

@@ -273,6 +273,11 @@ def _rollout(args: Args) -> Iterator[str]:
                 overlay({}, {name: value}, known(), reserved, prefix)
             except ConfigError as error:
                 yield str(error)
+    if args.update_weights_interval > 1:
+        yield (
+            f"--update-weights-interval {args.update_weights_interval} has no effect: train.py sends the weights after "
+            "every rollout; leave it out"
+        )
     if args.eval_prompt_data is not None and len(args.eval_prompt_data) % 2:
         yield "--eval-prompt-data takes pairs: name file [name file ...]"
     context, eval_context = args.rollout_max_context_len, args.eval_max_context_len
