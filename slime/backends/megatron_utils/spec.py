@@ -45,8 +45,11 @@ def uses_transformer_engine(args: Any) -> bool:
         raise ConfigError(
             "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine; use auto or local"
         )
-    contiguous = args.context_parallel_size > 1 and args.allgather_cp
-    return args.transformer_impl != "local" and has_transformer_engine() and not contiguous
+    return args.transformer_impl != "local" and has_transformer_engine() and not _cuts_contiguously(args)
+
+
+def _cuts_contiguously(args: Any) -> bool:
+    return args.context_parallel_size > 1 and args.allgather_cp
 
 
 def block_spec(
@@ -59,8 +62,8 @@ def block_spec(
     if uses_transformer_engine(args):
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
-        contiguous = args.context_parallel_size > 1 and args.allgather_cp
-        block = torch_block_spec(config, vp_stage, ContiguousSelfAttention if contiguous else SelfAttention)
+        attention = ContiguousSelfAttention if _cuts_contiguously(args) else SelfAttention
+        block = torch_block_spec(config, vp_stage, attention)
     for layer in block.layer_specs if post_norms else ():
         parts = layer.submodules
         parts.self_attn_bda, parts.mlp_bda = (ModuleSpec(NormedResidual, {"config": config}) for _ in range(2))
