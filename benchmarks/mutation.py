@@ -250,7 +250,7 @@ def main() -> int:
     unknown = [m for m in modules if m not in rules.TESTS]
     if unknown:
         raise SystemExit(f"no tests are listed for {unknown}: use some of {', '.join(rules.TESTS)}")
-    sessions = {m: open_session(rules, work, m, options.per_operator) for m in modules}
+    sessions: dict[str, Any] = {}
     if not options.report:
         tree = copy_tree(work)
         _wait(options.pause_while)
@@ -259,8 +259,10 @@ def main() -> int:
             for name in WARM:
                 importlib.import_module(name)
         gc.freeze()
-        for module, db in sessions.items():
-            run_module(rules, db, tree, module, options.pause_while, options.retry)
+    for module in modules:
+        sessions[module] = open_session(rules, work, module, options.per_operator)
+        if not options.report:
+            run_module(rules, sessions[module], tree, module, options.pause_while, options.retry)
     text, result = mutation_report.report(rules, sessions, options.per_operator)
     print(text)
     if options.table:

@@ -47,14 +47,14 @@ def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], group: Any = None)
     squares, residue = total(((flat - mean) ** 2).sum(), (flat - mean).sum())
     low, high = flat.min() if flat.numel() else torch.inf, flat.max() if flat.numel() else -torch.inf
     top, bottom = total(high, -low, op=dist.ReduceOp.MAX)
-    mean += residue / max(count, 1.0)
-    std = (squares / max(count, 1.0)) ** 0.5
+    rest = residue / max(count, 1.0)  # of the mean, beyond its last digit: apart, where float64 can hold it
+    std = max(squares / max(count, 1.0) - rest**2, 0.0) ** 0.5
     constant = top == -bottom or std == 0.0
 
     def one(v: Tensor, m: Tensor) -> Tensor:
         if constant:
             return torch.zeros_like(v)
-        return ((select(v, m, mean).double() - mean) / std).to(v.dtype)
+        return ((select(v, m, mean).double() - mean - rest) / std).to(v.dtype)
 
     return [select(one(v, m), m) for v, m in zip(values, masks, strict=True)]
 
