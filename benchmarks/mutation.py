@@ -119,35 +119,38 @@ def _pytest(tree: Path, tests: list[str], skip: tuple[str, ...], cpu_limit: floa
     return code
 
 
-def open_session(rules: Any, work: Path, module: str, per_operator: int) -> Any:
-    """cosmic-ray's session of a module: all mutants, those that are not to be run with the outcome SKIPPED."""
+def open_session(rules: Any, work: Path, module: str) -> Any:
+    """cosmic-ray's session of a module: all mutants; those in places that are noise have the outcome SKIPPED."""
     from cosmic_ray.commands import init
     from cosmic_ray.work_db import WorkDB
     from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
     source = (ROOT / module).read_text()
-    key = hashlib.sha256(f"{source}{sorted(rules.Provider())}{per_operator}".encode()).hexdigest()[:8]
+    key = hashlib.sha256(f"{source}{sorted(rules.Provider())}".encode()).hexdigest()[:8]
     path = work / f"{module.replace('/', '.')}.{key}.sqlite"
     if path.exists():
         return WorkDB(path, WorkDB.Mode.open)
     db = WorkDB(path, WorkDB.Mode.create)
     init([Path(module)], db, {})
     spans = rules.noise(source)
-    by_operator: dict[str, list[str]] = collections.defaultdict(list)
-    skipped: dict[str, str] = {}
-    for item in in_order(db.work_items):
-        (spot,) = item.mutations
-        if rules.is_noise(spot.start_pos, spans):
-            skipped[item.job_id] = "noise"
-        else:
-            by_operator[spot.operator_name].append(item.job_id)
-    for name, jobs in by_operator.items():
-        drawn = random.Random(f"{module} {name}").sample(jobs, min(per_operator, len(jobs)))
-        skipped |= dict.fromkeys(set(jobs) - set(drawn), "not in the sample")
-    for why in set(skipped.values()):
-        jobs = [job for job, reason in skipped.items() if reason == why]
-        db.set_multiple_results(jobs, WorkResult(WorkerOutcome.SKIPPED, output=why))
+    jobs = [i.job_id for i in db.work_items if rules.is_noise(i.mutations[0].start_pos, spans)]
+    db.set_multiple_results(jobs, WorkResult(WorkerOutcome.SKIPPED, output="noise"))
     return db
+
+
+def draw(db: Any, module: str, per_operator: int) -> set[str]:
+    """Jobs that are to be run: of each operator the first of a fixed order, so that a larger sample has a smaller one
+    in it."""
+    noise = {item.job_id for item, result in db.completed_work_items if result.output == "noise"}
+    by_operator: dict[str, list[str]] = collections.defaultdict(list)
+    for item in in_order(db.work_items):
+        if item.job_id not in noise:
+            by_operator[item.mutations[0].operator_name].append(item.job_id)
+    drawn: set[str] = set()
+    for name, jobs in by_operator.items():
+        random.Random(f"{module} {name}").shuffle(jobs)
+        drawn.update(jobs[:per_operator])
+    return drawn
 
 
 def in_order(items: Any) -> list[Any]:
@@ -156,12 +159,12 @@ def in_order(items: Any) -> list[Any]:
     )
 
 
-def run_module(rules: Any, db: Any, tree: Path, module: str, pause: Path | None, retry: bool) -> None:
+def run_module(rules: Any, db: Any, drawn: set[str], tree: Path, module: str, pause: Path | None, retry: bool) -> None:
     from cosmic_ray.mutating import use_mutation
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     fast, slow = rules.TESTS[module]
-    todo = in_order(db.pending_work_items)
+    todo = in_order(i for i in db.pending_work_items if i.job_id in drawn)
     if retry:
         todo += in_order(i for i, r in db.completed_work_items if r.test_outcome == TestOutcome.SURVIVED)
     if not todo:
@@ -250,7 +253,7 @@ def main() -> int:
     unknown = [m for m in modules if m not in rules.TESTS]
     if unknown:
         raise SystemExit(f"no tests are listed for {unknown}: use some of {', '.join(rules.TESTS)}")
-    sessions: dict[str, Any] = {}
+    sessions: dict[str, tuple[Any, set[str]]] = {}
     if not options.report:
         tree = copy_tree(work)
         _wait(options.pause_while)
@@ -260,9 +263,10 @@ def main() -> int:
                 importlib.import_module(name)
         gc.freeze()
     for module in modules:
-        sessions[module] = open_session(rules, work, module, options.per_operator)
+        db = open_session(rules, work, module)
+        sessions[module] = db, draw(db, module, options.per_operator)
         if not options.report:
-            run_module(rules, sessions[module], tree, module, options.pause_while, options.retry)
+            run_module(rules, *sessions[module], tree, module, options.pause_while, options.retry)
     text, result = mutation_report.report(rules, sessions, options.per_operator)
     print(text)
     if options.table:

@@ -10,17 +10,22 @@ from typing import Any
 COMMAND = "python benchmarks/mutation.py --tool-path DIR --work build/mutation --per-operator"
 
 
-def report(rules: Any, sessions: dict[str, Any], per_operator: int) -> tuple[str, dict[str, Any]]:
+def report(rules: Any, sessions: dict[str, tuple[Any, set[str]]], per_operator: int) -> tuple[str, dict[str, Any]]:
     """(markdown, figures of the last line). Mutants: those that were run; share is of those that are no equivalents."""
     total: collections.Counter[str] = collections.Counter()
     rows, operators, alive, same = [], collections.defaultdict(collections.Counter), [], []
-    for module, db in sessions.items():
-        count: collections.Counter[str] = collections.Counter(unrun=len(db.pending_work_items))
+    for module, (db, drawn) in sessions.items():
+        count: collections.Counter[str] = collections.Counter()
+        for item in db.pending_work_items:
+            count["unrun" if item.job_id in drawn else "not in the sample"] += 1
         for item, result in sorted(db.completed_work_items, key=lambda x: x[0].mutations[0].start_pos):
             (spot,) = item.mutations
             name = spot.operator_name.partition("/")[2]
             if result.test_outcome is None:
                 count[result.output] += 1
+                continue
+            if item.job_id not in drawn:
+                count["not in the sample"] += 1
                 continue
             reason = rules.reason_if_equivalent(module, result.diff) if result.test_outcome == "survived" else None
             kind = "equivalent" if reason else str(result.test_outcome.value)

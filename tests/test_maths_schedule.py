@@ -130,6 +130,13 @@ def test_ties_go_to_the_first():
         assert step.ranks == [first, second]
 
 
+def test_the_heaviest_micro_batch_is_halved():
+    args = Args(global_batch_size=9, balance_data=False, use_dynamic_batch_size=False, micro_batch_size=2)
+    for lengths, grown in (([1, 1, 5, 5], [[0, 1], [2], [3]]), ([3, 3, 3, 3], [[0], [1], [2, 3]])):
+        (step,) = make_schedule(args, lengths + [1] * 5, [1] * 9, list(range(9)), 2).steps
+        assert step.ranks == [grown, [[4, 5], [6, 7], [8]]]
+
+
 def test_no_samples_no_steps():
     assert make_schedule(Args(global_batch_size=None), [], [], [], 2).steps == []
 
