@@ -159,17 +159,17 @@ def in_order(items: Any) -> list[Any]:
     )
 
 
-def run_module(rules: Any, db: Any, drawn: set[str], tree: Path, module: str, pause: Path | None, retry: bool) -> None:
+def run_module(rules: Any, db: Any, drawn: set[str], tree: Path, module: str, options: argparse.Namespace) -> None:
     from cosmic_ray.mutating import use_mutation
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     fast, slow = rules.TESTS[module]
     todo = in_order(i for i in db.pending_work_items if i.job_id in drawn)
-    if retry:
+    if options.retry:
         todo += in_order(i for i, r in db.completed_work_items if r.test_outcome == TestOutcome.SURVIVED)
     if not todo:
         return
-    _wait(pause)
+    _wait(options.pause_while)
     plain = [in_child(tree, [file], rules.ON_RANKS, 600.0) for file in fast]
     for run in plain:
         if run.code:
@@ -177,7 +177,7 @@ def run_module(rules: Any, db: Any, drawn: set[str], tree: Path, module: str, pa
     cost = " + ".join(f"{run.cpu:.1f}" for run in plain)
     print(f"{module}: {len(todo)} mutants, the fast tests take {cost} s of CPU", flush=True)
     plans = [(file, rules.ON_RANKS, 4 * run.cpu + 20) for file, run in zip(fast, plain, strict=True)]
-    plans += [(test, (), 600.0) for test in slow]
+    plans += [(test, (), 600.0) for test in slow if not options.fast]
     seen = {ast.dump(ast.parse((ROOT / module).read_text()))}
     for item in todo:
         (spot,) = item.mutations
@@ -188,7 +188,7 @@ def run_module(rules: Any, db: Any, drawn: set[str], tree: Path, module: str, pa
                 db.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED, output=why))
                 continue
             for test, skip, limit in plans:
-                _wait(pause)
+                _wait(options.pause_while)
                 run = in_child(tree, [test], skip, limit)
                 if run.code in (3, 4, 5, 70):
                     raise SystemExit(f"{module}, {spot}: pytest could not run ({run.code}): {run.last}")
@@ -236,6 +236,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="folder of the copy and the sessions; default: a temporary one")
     parser.add_argument("--per-operator", type=int, default=25, help="mutants of one operator in one module, at most")
     parser.add_argument("--retry", action="store_true", help="run mutants that survived again")
+    parser.add_argument("--fast", action="store_true", help="no tests of several processes; --retry can run them later")
     parser.add_argument("--report", action="store_true", help="run nothing, only report")
     parser.add_argument("--pause-while", type=Path, help="wait before each mutant while this file exists")
     parser.add_argument("--table", type=Path, help="write the result there, as markdown")
@@ -266,7 +267,7 @@ def main() -> int:
         db = open_session(rules, work, module)
         sessions[module] = db, draw(db, module, options.per_operator)
         if not options.report:
-            run_module(rules, *sessions[module], tree, module, options.pause_while, options.retry)
+            run_module(rules, *sessions[module], tree, module, options)
     text, result = mutation_report.report(rules, sessions, options.per_operator)
     print(text)
     if options.table:
