@@ -1,9 +1,11 @@
-"""What one can ask of a run folder.
+"""What one can ask of a run folder, and of a model.
 
   python -m slime view RUN        samples of a step, best and worst first
   python -m slime explain RUN     is every prompt accounted for; --sample ID: what became of one sample
   python -m slime summary RUN     one JSON line: first and last reward, steps, seconds, gap, sync
   python -m slime plot RUN        draw reward.png again
+
+  python -m slime compare-specs --hf-checkpoint FOLDER    our layers with Transformer Engine's or transformers'
 
 Training is `python train.py` (--help lists its flags, --dry-run prints its plan).
 """
@@ -12,7 +14,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {"view": "view", "explain": "explain", "summary": "summary", "plot": "plots"}
+COMMANDS = {
+    "view": "observability.view",
+    "explain": "observability.explain",
+    "summary": "observability.summary",
+    "plot": "observability.plots",
+    "compare-specs": "backends.megatron_utils.compare_specs",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         print(f"slime: error: unknown command {name!r}: it is one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"slime.observability.{COMMANDS[name]}").main(rest)
+    return importlib.import_module(f"slime.{COMMANDS[name]}").main(rest)
 
 
 if __name__ == "__main__":

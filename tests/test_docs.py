@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PROGRAMS = {
     "--help", "--head", "--address", "--to", "--input", "--output", "--sample", "--kills", "--verify", "--dry-run",
-    "--processes", "--families", "--arch",
+    "--processes", "--families", "--arch", "--against", "--tokens", "--tolerance", "--gradient-tolerance",
 }  # fmt: skip
 
 

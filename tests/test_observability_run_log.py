@@ -172,3 +172,14 @@ def test_a_step_that_died_between_checkpoint_and_line_is_logged(tmp_path):
         assert [s["step"] for s in read_metrics(tmp_path)] == [0, 1]
     assert read_metrics(tmp_path)[1]["rollout/raw_reward"] == 0.5
     assert [p.name for p in sorted((tmp_path / "samples").iterdir())] == ["step_000000.jsonl", "step_000001.jsonl"]
+
+
+def test_a_gap_that_grows_tenfold_is_said_once():
+    from slime.observability.gap_alarm import GapAlarm
+
+    alarm, key = GapAlarm(), "train/logprob_gap_k3"
+    said = [alarm.check({key: k3}) for k3 in (3e-4, 2.9e-3, 3.1e-3, 3.2e-3, float("nan"), 4e-2)] + [alarm.check({})]
+    assert [line is not None for line in said] == [False, False, True, False, False, True, False]
+    assert "3.10e-03" in said[2] and "3.00e-04" in said[2]
+    quiet = GapAlarm()  # in fp32 the gap is noise, whatever its factor
+    assert [quiet.check({key: k3}) for k3 in (1e-13, 9e-5)] == [None, None] and quiet.check({key: 2e-4})

@@ -82,6 +82,19 @@ class ModelArgs:
     params_dtype: str = arg(
         "bfloat16", "dtype of weights and activations in the trainer", choices=["bfloat16", "float32", "float16"]
     )
+    rounding_profile: str = arg(
+        "off",
+        "where a bf16 trainer rounds: sglang as SGLang's CUDA kernels do, once per region (docs/rounding.md)",
+        choices=["off", "sglang"],
+    )
+    rounding_regions: str | None = arg(
+        None, "regions that --rounding-profile is for: some of rope,swiglu,norm with commas; unset: all"
+    )
+    rounding_probe: bool = arg(
+        False,
+        "before the first optimizer step compare log-probs with the engine's for each subset of the regions: a table, "
+        "and rounding_probe.json in the run folder; training stays as it is",
+    )
     make_vocab_size_divisible_by: int = arg(
         1, "the vocabulary is padded to a multiple of this times the tensor parallel size"
     )

@@ -10,6 +10,7 @@ from slime.config.engine_options import RESERVED_ROUTER, RESERVED_SERVER, overla
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of
 from slime.config.hf_config import HFConfig
+from slime.config.rounding import rounding_problems
 
 
 def validate(args: Args, hf: HFConfig | None) -> None:
@@ -17,6 +18,7 @@ def validate(args: Args, hf: HFConfig | None) -> None:
     checks = (
         _sizes(args),
         _layout(args, hf),
+        rounding_problems(args, hf),
         _batch(args),
         _algorithm(args),
         _critic(args),

@@ -10,8 +10,10 @@ from typing import Any
 from slime.config import Args
 from slime.observability.config import write_config
 from slime.observability.console import Console
+from slime.observability.gap_alarm import GapAlarm
 from slime.observability.metrics import MetricsWriter, read_metrics
 from slime.observability.plots import plot_run
+from slime.observability.rounding import format_probe, take_probe, write_probe
 from slime.observability.samples import drop_samples
 from slime.observability.summary import FILE as SUMMARY_FILE
 from slime.observability.summary import summarize
@@ -34,6 +36,7 @@ class RunLog:
         self._started = time.monotonic()
         self._timer = PhaseTimer()
         self._console = Console(args.progress, args.num_rollout)
+        self._alarm = GapAlarm()
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
         self._early: dict[str, float] = {}
@@ -62,8 +65,11 @@ class RunLog:
             yield
 
     def add(self, metrics: Mapping[str, float] | None) -> None:
-        """Numbers for the current step."""
+        """Numbers for the current step. Those of --rounding-probe get a table and a file of their own."""
         self._metrics.update(metrics or {})
+        if (probe := take_probe(self._metrics, self._step or 0)) is not None:
+            write_probe(self._folder, probe)
+            self.say(format_probe(probe))
 
     def receipt(self, receipt: SyncReceipt | None) -> None:
         """Takes what a weight sync left (None: there is no engine). Raises RuntimeError when weights did not arrive."""
@@ -103,6 +109,8 @@ class RunLog:
         self._metrics |= self._timer.metrics(self._metrics)
         values = self._write(self._step, self._metrics)
         self._console.step(self._step, values)
+        if (warning := self._alarm.check(values)) is not None:
+            self.say(warning)
         self._step, self._metrics = None, {}
 
     def finish(self) -> dict[str, Any]:

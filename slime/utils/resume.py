@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "num_epoch", "sglang_router_ip", "sglang_router_port", "sglang_start_timeout", "skip_eval_before_train",
     "save_debug_rollout_data", "rollout_request_timeout", "rollout_max_retries", "rollout_health_check_interval",
     "rollout_health_check_timeout", "rollout_health_check_failures", "rollout_max_engine_restarts",
-    "update_weight_timeout", "check_weights_interval", "router",
+    "update_weight_timeout", "check_weights_interval", "router", "rounding_probe",
 }  # fmt: skip
 # A run that goes on with another value of these is another run: its data order, its loss or its schedule break off.
 _DANGEROUS = (

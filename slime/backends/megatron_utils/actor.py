@@ -18,11 +18,13 @@ from slime.backends.megatron_utils.model import (
     build_model,
     build_optimizer,
     build_scheduler,
+    training_regions,
     unwrap,
     wrap_model,
 )
 from slime.backends.megatron_utils.offload import TrainerMemory
 from slime.backends.megatron_utils.parallel import init_parallel
+from slime.backends.megatron_utils.rounding_probe import probe_rounding
 from slime.backends.megatron_utils.update_weight import WeightUpdater
 from slime.backends.megatron_utils.writer import CheckpointWriter
 from slime.config.hf_config import check_same_model, load_hf_config
@@ -67,6 +69,7 @@ class MegatronTrainActor:
         self._freezer: Freezer | None = None
         self._checkpoint: Path | None = None
         self._prepared: Prepared | None = None
+        self._probe: dict[str, float] | None = None  # until it has run; then its numbers, until they are reported
 
     def init(self, args: Any) -> InitInfo:
         """Joins the process groups, builds the model and loads it: from --load if it holds a checkpoint, else from HF.
@@ -188,6 +191,9 @@ class MegatronTrainActor:
                 if not self._old_log_probs_come_with_the_step(len(plans)):
                     with timers("log_probs_time"):
                         columns |= self._log_probs(columns, passes, "log_probs", "")
+                if args.rounding_probe and self._probe is None:
+                    with timers("rounding_probe_time"):
+                        self._probe = self._probe_rounding(columns, passes)
             if self.ranks.is_last_stage:
                 with timers("advantages_time"):
                     compute_advantages_and_returns(args, columns)
@@ -207,6 +213,8 @@ class MegatronTrainActor:
             metrics = self._steps(rollout_id, now.rank_data.steps, now.columns, now.plans)
         if self.ranks.is_last_stage:
             metrics |= gap_metrics(now.columns)
+        if self._probe:
+            metrics, self._probe = metrics | self._probe, {}
         return metrics | self._perf(now.timers, now.columns)
 
     @contextlib.contextmanager
@@ -292,6 +300,12 @@ class MegatronTrainActor:
         batches = data.MicroBatches(columns, plan, self._multiple, self._context)
         out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]))
         return {name: out["log_probs"]} if out else {}
+
+    def _probe_rounding(self, columns: dict[str, Any], plan: list[list[int]]) -> dict[str, float]:
+        def log_probs() -> dict[str, list[torch.Tensor]]:
+            return self._log_probs(columns, plan, "log_probs", "rounding_probe_")
+
+        return probe_rounding(self.model, training_regions(self.args), columns, log_probs)
 
     def _perf(self, timers: Timers, columns: dict[str, Any]) -> dict[str, float]:
         tokens = train_step.sum_over_data_ranks(float(sum(columns["total_lengths"])))

@@ -70,6 +70,8 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("the torch layer spec takes packed sequences only: pass packed_seq_params with 'thd'")
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("the torch layer spec is causal per sequence and takes no attention mask or bias")
+        # Rotary embedding may have been computed in float32, to be rounded here once (`rounding.py`).
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if (part := getattr(packed_seq_params, "part", None)) is not None:
             return context_parallel_attention(query, key, value, part, self.window, self._softmax)
         lengths = _lengths(packed_seq_params)

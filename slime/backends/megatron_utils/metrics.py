@@ -58,28 +58,47 @@ def gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
     return out
 
 
+LARGE = 0.1  # |d| from which a token is counted as far off
+_LONGEST = 20.0  # |d| in exp() and squares; farther tokens count as this far
+
+
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """Means over tokens sampled from one model, of d = its log-prob - the other's: d, |d|, k3; and the largest |d|.
+    """Of tokens sampled from one model, with d = its log-prob - the other's: means of d, |d|, k2 = d²/2 and k3, the
+    largest |d|, the share of |d| over 0.1, and the number of tokens.
 
-    k1 = d and k3 = exp(-d) - 1 + d estimate KL(sampled || other) (Schulman, "Approximating KL divergence").
+    k1 = d, k2 and k3 = exp(-d) - 1 + d estimate KL(sampled || other) (Schulman, "Approximating KL divergence"); k2 and
+    k3 with d within ±20.
     """
 
     k1: float
     mean_abs: float
+    k2: float
     k3: float
     max: float
+    share_over: float
+    tokens: float
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+def gap_between(sampled: Any, other: Any, masks: Any) -> Gap:
+    """The gap on tokens with a mask above 0. Each a list of [R] per sample. Collective over data-parallel ranks."""
+    sums, largest = torch.zeros(6, dtype=torch.float64), 0.0
+    for mine, theirs, mask in zip(sampled, other, masks, strict=True):
+        d = (mine.double() - theirs.to(mine.device).double())[mask.to(mine.device) > 0]
+        if d.numel():
+            near, far = d.clamp(-_LONGEST, _LONGEST), d.abs()
+            rows = (d, far, near.square() / 2, torch.expm1(-near) + near, (far > LARGE).double(), torch.ones_like(d))
+            sums += torch.stack([row.sum() for row in rows]).cpu()
+            largest = max(largest, float(far.max()))
+    *totals, count = (train_step.sum_over_data_ranks(float(x)) for x in sums)
+    k1, mean_abs, k2, k3, share = (total / max(count, 1.0) for total in totals)
+    return Gap(k1, mean_abs, k2, k3, train_step.max_over_data_ranks(largest), share, count)
 
 
 def _gap(columns: dict[str, Any], sampled: str, other: str) -> Gap | None:
     if sampled not in columns or other not in columns:
         return None
-    sums, largest = torch.zeros(4, dtype=torch.float64), 0.0
-    for mine, theirs, mask in zip(columns[sampled], columns[other], columns["loss_masks"], strict=True):
-        d = (mine.double() - theirs.to(mine.device).double())[mask.to(mine.device) > 0]
-        if d.numel():
-            sums += torch.stack([d.sum(), d.abs().sum(), (torch.expm1(-d) + d).sum(), d.new_tensor(d.numel())]).cpu()
-            largest = max(largest, float(d.abs().max()))
-    *totals, count = (train_step.sum_over_data_ranks(float(x)) for x in sums)
-    k1, mean_abs, k3 = (total / max(count, 1.0) for total in totals)
-    return Gap(k1, mean_abs, k3, train_step.max_over_data_ranks(largest))
+    return gap_between(columns[sampled], columns[other], columns["loss_masks"])

@@ -20,6 +20,7 @@ from slime.backends.megatron_utils import device
 from slime.backends.megatron_utils.head import install_head
 from slime.backends.megatron_utils.parallel import virtual_pipeline_size
 from slime.backends.megatron_utils.rope import rope_frequencies
+from slime.backends.megatron_utils.rounding import set_regions
 from slime.backends.megatron_utils.spec import block_spec, uses_transformer_engine
 from slime.backends.megatron_utils.value_head import install_value_head
 from slime.backends.megatron_utils.variants import (
@@ -30,6 +31,7 @@ from slime.backends.megatron_utils.variants import (
 )
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
+from slime.config.rounding import has_regions, rounding_regions
 from slime.utils.misc import load_function
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -89,7 +91,9 @@ def transformer_config(args: Any, hf: HFConfig, *, structure_only: bool = False)
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_grads,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=te,
+        # Megatron's hook for an activation module: it leaves the gated product to `rounding.SwiGLU`.
+        use_te_activation_func=has_regions(args),
+        bias_activation_fusion=te and not has_regions(args),
         bias_dropout_fusion=te,
         masked_softmax_fusion=te,
         apply_rope_fusion=rope_fusion,
@@ -180,7 +184,17 @@ def build_model(
         elif last:
             install_head(model, hf.vocab_size)
         chunks.append(model.to(device.current_device()))
+    if has_regions(args):
+        set_regions(chunks, training_regions(args))
     return chunks
+
+
+def training_regions(args: Any) -> frozenset[str]:
+    """Where the trainer rounds once. Without a profile as much as the layers do that it would have without the probe:
+    Transformer Engine's rotary embedding and Megatron's compiled SwiGLU."""
+    if args.rounding_profile == "off" and uses_transformer_engine(args):
+        return frozenset({"rope", "swiglu"})
+    return rounding_regions(args)
 
 
 def build_structure(args: Any, hf: HFConfig) -> GPTModel:
@@ -190,6 +204,7 @@ def build_structure(args: Any, hf: HFConfig) -> GPTModel:
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1,
         expert_tensor_parallel_size=1, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1,
         sequence_parallel=False, transformer_impl="local", custom_model_provider_path=None,
+        rounding_profile="off", rounding_probe=False,
     )  # fmt: skip
     config = transformer_config(args, hf, structure_only=True)
     config.use_cpu_initialization, config.perform_initialization = True, False

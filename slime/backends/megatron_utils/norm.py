@@ -19,7 +19,7 @@ class _RMSNorm(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1))
         inv_rms = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inv_rms)
-        return (x32 * inv_rms).mul_(weight).to(x.dtype)
+        return (x32 * inv_rms).mul_(weight).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
@@ -34,7 +34,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """Normalises the last dimension of [..., hidden_size], in the input's dtype.
+    """Normalises the last dimension of [..., hidden_size]: in float32, then rounded to the weight's dtype.
 
     Under sequence parallelism each tensor-parallel rank sees other rows, so the weight's gradient is a part of the
     sum; the mark `sequence_parallel` tells Megatron to add the parts.
@@ -48,7 +48,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
+        if x.is_cuda and x.dtype == self.weight.dtype:
             return torch.nn.functional.rms_norm(x, (x.size(-1),), self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)
 

@@ -1,5 +1,6 @@
 """Which modules a transformer layer is made of: Transformer Engine's on GPUs, ours on plain torch otherwise."""
 
+import dataclasses
 import functools
 import importlib.util
 from typing import Any
@@ -27,7 +28,15 @@ from slime.backends.megatron_utils.attention_cp import ContiguousSelfAttention
 from slime.backends.megatron_utils.attention_latent import LatentAttention
 from slime.backends.megatron_utils.device import has_cuda
 from slime.backends.megatron_utils.norm import LatentNorm, NormedResidual, RMSNorm
+from slime.backends.megatron_utils.rounding import (
+    FusedRopeSelfAttention,
+    RegionContiguousSelfAttention,
+    RegionSelfAttention,
+    ResidualAdd,
+    SwiGLU,
+)
 from slime.config.errors import ConfigError
+from slime.config.rounding import has_regions
 
 
 @functools.cache
@@ -59,11 +68,11 @@ def block_spec(
 
     post_norms: the outputs of attention and MLP are normalised before they are added (GLM-4).
     """
-    if uses_transformer_engine(args):
+    te = uses_transformer_engine(args)
+    if te and not has_regions(args):
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
-        attention = ContiguousSelfAttention if _cuts_contiguously(args) else SelfAttention
-        block = torch_block_spec(config, vp_stage, attention)
+        block = our_block_spec(config, layer_parts(args, te), vp_stage)
     for layer in block.layer_specs if post_norms else ():
         parts = layer.submodules
         parts.self_attn_bda, parts.mlp_bda = (ModuleSpec(NormedResidual, {"config": config}) for _ in range(2))
@@ -72,13 +81,59 @@ def block_spec(
     return block
 
 
-def torch_block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, module: type[SelfAttention] = SelfAttention
+@dataclasses.dataclass(frozen=True)
+class LayerParts:
+    """The parts that differ between the layers that are built here. backend: whose linear layers and experts."""
+
+    backend: Any
+    attention: type[SelfAttention]
+    core_attention: Any
+    residual_add: Any
+
+
+class _RegionBackend(LocalSpecProvider):
+    """Megatron's own linear layers, and an activation with a rounding region."""
+
+    def activation_func(self) -> type:
+        return SwiGLU
+
+
+def layer_parts(args: Any, te: bool) -> LayerParts:
+    """Plain torch; with rounding regions also Transformer Engine's linear layers and attention.
+
+    Its fused norm and linear layer is taken apart there, because the region `norm` ends between the two.
+    """
+    contiguous = _cuts_contiguously(args)
+    if not has_regions(args):
+        attention = ContiguousSelfAttention if contiguous else SelfAttention
+        return LayerParts(LocalSpecProvider(), attention, PackedAttention, get_bias_dropout_add)
+    if not te:
+        attention = RegionContiguousSelfAttention if contiguous else RegionSelfAttention
+        return LayerParts(_RegionBackend(), attention, PackedAttention, ResidualAdd)
+    backend = _unfused_transformer_engine()
+    return LayerParts(backend, FusedRopeSelfAttention, backend.core_attention(), ResidualAdd)
+
+
+def _unfused_transformer_engine() -> Any:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    class Backend(TESpecProvider):
+        def fuse_layernorm_and_linear(self) -> bool:
+            return False
+
+        def activation_func(self) -> type:
+            return SwiGLU
+
+    return Backend()
+
+
+def our_block_spec(
+    config: TransformerConfig, parts: LayerParts, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this stage on plain torch."""
+    """The layers of this stage."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [torch_layer_spec(config, is_moe_layer(config, offset + i), module) for i in range(count)]
+    layers = [our_layer_spec(config, parts, is_moe_layer(config, offset + i)) for i in range(count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -90,25 +145,25 @@ def is_moe_layer(config: TransformerConfig, layer: int) -> bool:
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
 
 
-def torch_layer_spec(
-    config: TransformerConfig, moe: bool = False, module: type[SelfAttention] = SelfAttention
-) -> ModuleSpec:
-    """A layer of Megatron's parallel linear layers with our norm and core attention.
+def our_layer_spec(config: TransformerConfig, parts: LayerParts, moe: bool = False) -> ModuleSpec:
+    """A layer of Megatron's parallel linear layers (or those of `parts`) with our norm.
 
     `sharded_state_dict_keys_map` names the norms in checkpoints as Transformer Engine's fused layers do, so that a
     checkpoint written with one spec loads with the other.
     """
-    backend = LocalSpecProvider()
     mlp = get_mlp_module_spec_for_backend(
-        backend=backend, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
+        backend=parts.backend,
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        use_te_activation_func=config.use_te_activation_func,
     )
     if moe and config.add_bias_linear:
         mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
     if config.multi_latent_attention:
-        attention = _latent_attention(backend)
+        attention = _latent_attention(parts)
         keys = {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
     else:
-        attention = _self_attention(backend, config, module)
+        attention = _self_attention(parts, config)
         keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not moe:
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -117,50 +172,32 @@ def torch_layer_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=parts.residual_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=parts.residual_add,
             sharded_state_dict_keys_map=keys,
         ),
     )
 
 
-class BiasedExpertOutput(RowParallelLinear):
-    """The second layer of an expert with biases (gpt-oss), for what Megatron's expert does with the bias.
-
-    It adds the bias in place, which a view of an autograd function's output does not allow. And its bias is marked
-    as one that tensor-parallel ranks share, each for its part of the sequence: the gradients of different experts would
-    be added, and the norm of all gradients would leave out those of every rank but the first.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bias.sequence_parallel = False  # type: ignore[union-attr]
-        self.bias.tensor_model_parallel = True  # type: ignore[union-attr]
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = super().forward(input_)
-        return output.clone(), bias
-
-
-def _self_attention(backend: LocalSpecProvider, config: TransformerConfig, module: type[SelfAttention]) -> ModuleSpec:
+def _self_attention(parts: LayerParts, config: TransformerConfig) -> ModuleSpec:
     head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=module,
+        module=parts.attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=backend.column_parallel_linear(),
-            core_attention=PackedAttention,  # type: ignore[arg-type]
-            linear_proj=backend.row_parallel_linear(),
+            linear_qkv=parts.backend.column_parallel_linear(),
+            core_attention=parts.core_attention,
+            linear_proj=parts.backend.row_parallel_linear(),
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
 
 
-def _latent_attention(backend: LocalSpecProvider) -> ModuleSpec:
-    column: Any = backend.column_parallel_linear()
+def _latent_attention(parts: LayerParts) -> ModuleSpec:
+    column: Any = parts.backend.column_parallel_linear()
     return ModuleSpec(
         module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -170,8 +207,8 @@ def _latent_attention(backend: LocalSpecProvider) -> ModuleSpec:
             linear_q_up_proj=column,
             linear_kv_down_proj=column,
             linear_kv_up_proj=column,
-            core_attention=PackedAttention,
-            linear_proj=backend.row_parallel_linear(),
+            core_attention=parts.core_attention,
+            linear_proj=parts.backend.row_parallel_linear(),
             q_layernorm=LatentNorm,
             kv_layernorm=LatentNorm,
         ),
