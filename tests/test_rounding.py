@@ -259,6 +259,33 @@ def test_experts_have_the_regions_too(tmp_path):
     assert distance(plain[0], found[0]) == 0.0 < distance(plain[0], found[1]) < 0.1
 
 
+def test_transformer_engines_layers_are_taken_apart(folder):
+    """Not run here, as it needs CUDA: which of its modules the layers would be built of."""
+    from types import SimpleNamespace
+
+    from megatron.core.extensions import transformer_engine as te
+
+    from slime.backends.megatron_utils.norm import RMSNorm
+    from slime.backends.megatron_utils.rounding import FusedRopeSelfAttention, ResidualAdd, SwiGLU
+    from slime.backends.megatron_utils.spec import layer_parts, our_layer_spec
+
+    config = SimpleNamespace(
+        multi_latent_attention=False, qk_layernorm=True, use_te_activation_func=True, moe_grouped_gemm=True
+    )
+    layer = our_layer_spec(config, layer_parts(args_of(folder, rounding_probe=True), te=True)).submodules
+    assert layer.input_layernorm is layer.pre_mlp_layernorm is RMSNorm
+    assert layer.self_attn_bda is layer.mlp_bda is ResidualAdd
+    attention, mlp = layer.self_attention, layer.mlp.submodules
+    assert attention.module is FusedRopeSelfAttention
+    assert attention.submodules.core_attention is te.TEDotProductAttention
+    assert attention.submodules.linear_qkv is mlp.linear_fc1 is te.TEColumnParallelLinear
+    assert mlp.activation_func is SwiGLU
+    attention = object.__new__(FusedRopeSelfAttention)
+    attention.__dict__["config"] = config
+    attention.one_round = True
+    assert config.apply_rope_fusion and attention.one_round
+
+
 def test_checkpoints_are_those_of_the_trainer_without_regions(folder, tmp_path):
     from megatron_runs import train
 
@@ -331,3 +358,48 @@ def test_regions_of_flags(folder):
     assert rounding_regions(make_args(folder, rounding_profile="sglang")) == ALL
     some = make_args(folder, rounding_profile="sglang", rounding_regions="norm, rope")
     assert rounding_regions(some) == {"norm", "rope"}
+
+
+# -- the comparison of specs -------------------------------------------------------------------------------------------
+
+
+def compare_specs(capfd, *flags):
+    from slime.__main__ import main
+
+    code = main(["compare-specs", "--tokens", "40", *flags])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_our_layers_compare_with_transformers(folder, capfd):
+    code, out, _ = compare_specs(capfd, "--hf-checkpoint", folder, "--params-dtype", "float32")
+    first, what, limits, *rows, last = out.strip().splitlines()
+    assert (
+        code == 0 and "no Transformer Engine" in first and "with transformers" in what and "tolerance 0.0001" in limits
+    )
+    report = json.loads(last)
+    assert report["failed"] == 0 and report["logits"] < 1e-5 and report["gradients_not_compared"] == 0
+    assert [row.split()[0] + row.split()[1] for row in rows[:4]] == ["layer0", "layer1", "layer2", "layer3"]
+    assert sum("gradients" in row for row in rows) == 5  # four layers and the rest
+
+
+def test_a_difference_over_the_tolerance_is_exit_code_1(folder, capfd):
+    flags = ["--hf-checkpoint", folder, "--against", "rounding", "--tolerance", "1e-4"]
+    code, out, _ = compare_specs(capfd, *flags)
+    assert code == 1 and "OVER" in out and "rounded once in all regions" in out
+    assert json.loads(out.strip().splitlines()[-1])["failed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--against", "transformer_engine"], "needs CUDA and the package transformer-engine"),
+        (["--against", "rounding", "--params-dtype", "float32"], "no effect with --params-dtype float32"),
+        (["--tensor-model-parallel-size", "2"], "one process"),
+        (["--tokens", "3"], "at least 12"),
+        (["--tokns", "3"], "unknown flag --tokns"),
+    ],
+)
+def test_comparisons_that_cannot_be_made_are_one_line(folder, capfd, flags, message):
+    code, _, err = compare_specs(capfd, "--hf-checkpoint", folder, *flags)
+    assert code == 2 and message in err and len(err.splitlines()) == 1

@@ -220,7 +220,7 @@ def run(options: argparse.Namespace, args: Args) -> int:
     failed = sum(row.failed for row in rows)
     worst = max(rows, key=lambda row: row.value / row.limit)
     print(json.dumps({
-        "against": options.against, "dtype": args.params_dtype, "rows": len(rows), "failed": failed,
+        "compared": what, "dtype": args.params_dtype, "rows": len(rows), "failed": failed,
         "logits": rows[len(ours.layers)].value, "worst": worst.value, "worst_at": worst.note or worst.name,
         "tolerance": limit, "gradient_tolerance": gradient_limit, "gradients_not_compared": len(missing),
     }))  # fmt: skip
