@@ -181,6 +181,24 @@ def our_layer_spec(config: TransformerConfig, parts: LayerParts, moe: bool = Fal
     )
 
 
+class BiasedExpertOutput(RowParallelLinear):
+    """The second layer of an expert with biases (gpt-oss), for what Megatron's expert does with the bias.
+
+    It adds the bias in place, which a view of an autograd function's output does not allow. And its bias is marked
+    as one that tensor-parallel ranks share, each for its part of the sequence: the gradients of different experts would
+    be added, and the norm of all gradients would leave out those of every rank but the first.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False  # type: ignore[union-attr]
+        self.bias.tensor_model_parallel = True  # type: ignore[union-attr]
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def _self_attention(parts: LayerParts, config: TransformerConfig) -> ModuleSpec:
     head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
