@@ -128,10 +128,10 @@ def open_session(rules: Any, work: Path, module: str) -> Any:
     source = (ROOT / module).read_text()
     key = hashlib.sha256(f"{source}{sorted(rules.Provider())}".encode()).hexdigest()[:8]
     path = work / f"{module.replace('/', '.')}.{key}.sqlite"
-    if path.exists():
-        return WorkDB(path, WorkDB.Mode.open)
+    new = not path.exists()
     db = WorkDB(path, WorkDB.Mode.create)
-    init([Path(module)], db, {})
+    if new:
+        init([Path(module)], db, {})
     spans = rules.noise(source)
     jobs = [i.job_id for i in db.work_items if rules.is_noise(i.mutations[0].start_pos, spans)]
     db.set_multiple_results(jobs, WorkResult(WorkerOutcome.SKIPPED, output="noise"))

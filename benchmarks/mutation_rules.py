@@ -7,6 +7,7 @@ same base class. An operator changes one place of a module at a time.
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import cosmic_ray.plugins
 from cosmic_ray.operators.operator import Operator
@@ -40,6 +41,17 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
 # Mutants that behave as the original for every valid input: (module, the changed line, why).
 EQUIVALENT: list[tuple[str, str, str]] = [
     ("slime/data/schedule.py", "+ break", "numbers of samples differ by one at most: one empty micro-batch is enough"),
+    ("slime/backends/megatron_utils/loss.py", "(ppo_kl >= 0)", "where ppo_kl is 0 the ratio is 1, so not clipped"),
+    ("slime/backends/megatron_utils/loss.py", "(advantages <= 0)", "where the advantage is 0 nothing is clipped"),
+    *(
+        (
+            "slime/backends/megatron_utils/advantages.py",
+            line,
+            "the KL of masked tokens is dropped again where it is used",
+        )
+        for line in ("compute_approx_kl((lp)", "(ref), args.kl_loss_type")
+    ),
+    ("slime/backends/megatron_utils/advantages.py", "values = [(v.float())", "GAE does not read masked tokens"),
     ("slime/utils/policy_loss.py", "outside = (log_ratio.abs()", "a comparison passes no gradient"),
     ("slime/utils/policy_loss.py", "torch.where(advantages <= 0", "loss and gradient of an advantage of 0 are 0"),
     (
@@ -224,13 +236,16 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 def noise(source: str) -> list[Span]:
     """Places of a module whose change is no change of its numbers: annotations, decorators, imports, texts of errors
-    and logs, assertions, and `strict=` of zip, which is an assertion too."""
+    and logs, assertions, `strict=` of zip, which is an assertion too, and signatures but for their defaults."""
     found: list[ast.AST] = []
+    spans: list[Span] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
-            parts = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-            found += [a.annotation for a in parts if a is not None and a.annotation is not None]
-            found += [node.returns] if node.returns is not None else []
+            at = (node.lineno, node.col_offset)
+            for default in filter(None, [*node.args.defaults, *node.args.kw_defaults]):
+                spans.append((at, _span(default)[0]))
+                at = _span(default)[1]
+            spans.append((at, _span(node.body[0])[0]))
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found += node.decorator_list
         if isinstance(node, ast.AnnAssign):
@@ -243,7 +258,11 @@ def noise(source: str) -> list[Span]:
                 found.append(node)
         if isinstance(node, ast.keyword) and node.arg == "strict":
             found.append(node.value)
-    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in found]  # type: ignore[attr-defined]
+    return spans + [_span(n) for n in found]
+
+
+def _span(node: Any) -> Span:
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
 def is_noise(start: tuple[int, int], spans: list[Span]) -> bool:

@@ -63,6 +63,7 @@ def run(args, data, dp_size=1):
             if not samples:
                 continue
             loss, parts = L.loss_function(args, batch, step, torch.cat(batch["model_output"]).unsqueeze(0))
+            assert not any(value.requires_grad for value in parts.values())  # or it keeps the graph alive
             loss.backward()
             total += loss.item()
             for name, value in parts.items():
@@ -353,6 +354,7 @@ def test_log_prob_of_a_token_comes_from_the_row_before_it(parts, seed):
     logits = torch.randn(1, sum(totals) + 3, VOCAB, generator=g)  # padded at the end
     kwargs = dict(args=base_args(), unconcat_tokens=tokens, total_lengths=totals, response_lengths=responses)
     _, out = L.get_log_probs_and_entropy(logits, with_entropy=True, **kwargs)
+    assert list(L.get_log_probs_and_entropy(logits, **kwargs)[1]) == ["log_probs"]  # entropy only where asked for
     pieces = list(L.get_responses(logits, **kwargs))
     start = 0
     for i, (prompt, response) in enumerate(parts):
@@ -499,13 +501,14 @@ def test_custom_reducer_takes_the_policy_term():
 
 def test_user_fields_of_credit():
     """token_advantages are added on trained tokens; token_rewards join REINFORCE++'s rewards."""
-    data = make_data()
-    data["token_advantages"] = [torch.full((r,), 0.5) for r in data["response_lengths"]]
-    plain = make_data()
-    L.compute_advantages_and_returns(base_args(), data)
-    L.compute_advantages_and_returns(base_args(), plain)
-    for a, b, m in zip(data["advantages"], plain["advantages"], data["loss_masks"], strict=True):
-        torch.testing.assert_close(a, b + 0.5 * m)
+    for estimator in ("grpo", "ppo"):
+        data, plain = make_data(), make_data()
+        data["token_advantages"] = [torch.full((r,), 0.5) for r in data["response_lengths"]]
+        for columns in (data, plain):
+            L.compute_advantages_and_returns(base_args(advantage_estimator=estimator), columns)
+        for a, b, m in zip(data["advantages"], plain["advantages"], data["loss_masks"], strict=True):
+            torch.testing.assert_close(a, b + 0.5 * m)
+        torch.testing.assert_close(data["returns"], plain["returns"])
     data = make_data()
     data["token_rewards"] = [torch.ones(r) for r in data["response_lengths"]]
     data["token_rewards"][3][1] = float("nan")  # masked
