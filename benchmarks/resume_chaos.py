@@ -226,8 +226,12 @@ def undisturbed(run: Run) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     run.start()
+    for _ in range(3):
+        if run.wait(1800.0) == 0 or not run.ray_did_not_start():
+            break
+        run.start()
     if run.wait(1800.0) != 0:
-        raise SystemExit(f"the undisturbed run failed; see {run.folder}/life_1.log")
+        raise SystemExit(f"the undisturbed run failed; see {run.folder}/life_{run.lives}.log")
     made_with.write_text(json.dumps(run.flags))
 
 

@@ -40,37 +40,44 @@ def main() -> None:
         )  # fmt: skip
         actor = MegatronTrainActor(0, 1, "127.0.0.1", free_port())
         actor.init(args)
-        seconds: dict[str, list[float]] = {"foreground": [], "pause": [], "written after": []}
+        seconds: dict[str, list[float]] = {
+            name: []
+            for name in ("foreground", "pause", "written after", "copy of the checkpoint", "copy of the weights")
+        }
+        weights = sum(p.numel() * p.element_size() for chunk in actor.model for p in chunk.parameters())
+        nbytes = 0
         for background in (False, True):
             actor.args, actor._writer = args.replace(async_save=background), None
-            for step in range(options.rounds + 1):
+            for step in range(options.rounds + 2):
+                if background and step > 1:  # beside each pause, so that both see the same machine
+                    for name, size in (("copy of the checkpoint", nbytes), ("copy of the weights", weights)):
+                        seconds[name].append(_copy(size))
                 started = time.perf_counter()
                 actor.save(step)
                 paused = time.perf_counter()
                 actor.finish_save()
-                if step == 0:
-                    continue  # buffers are made
-                seconds["pause" if background else "foreground"].append(paused - started)
-                if background:
-                    seconds["written after"].append(time.perf_counter() - started)
-        (checkpoint,) = Path(args.save).glob("iter_*")
-        nbytes = sum(file.stat().st_size for file in checkpoint.iterdir())
-        weights = sum(p.numel() * p.element_size() for chunk in actor.model for p in chunk.parameters())
-        for name, size in (("copy of the checkpoint", nbytes), ("copy of the weights", weights)):
-            source, target = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-            seconds[name] = []
-            for _ in range(options.rounds + 1):
-                started = time.perf_counter()
-                target.copy_(source)
-                seconds[name].append(time.perf_counter() - started)
-            seconds[name].pop(0)
+                if step > 1:  # before, all ranks are compared once, and buffers are made
+                    seconds["pause" if background else "foreground"].append(paused - started)
+                    if background:
+                        seconds["written after"].append(time.perf_counter() - started)
+            (checkpoint,) = Path(args.save).glob("iter_*")
+            nbytes = sum(file.stat().st_size for file in checkpoint.iterdir())
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"checkpoint of {nbytes / 1e6:.0f} MB (weights {weights / 1e6:.0f} MB)")
     for name, value in medians.items():
         print(f"{name:24}{value:9.3f} s")
     result = {f"{name.replace(' ', '_')}_s": round(value, 4) for name, value in medians.items()}
-    result["pause_to_copy"] = round(medians["pause"] / medians["copy of the checkpoint"], 2)
-    print(json.dumps({"bytes": nbytes, **result}))
+    pairs = zip(seconds["pause"], seconds["copy of the checkpoint"], strict=True)
+    result["pause_to_copy"] = round(statistics.median(pause / copy for pause, copy in pairs), 2)
+    print(json.dumps({"bytes": nbytes, "threads": torch.get_num_threads(), **result}))
+
+
+def _copy(nbytes: int) -> float:
+    """Seconds for a copy between two places in real memory: pages of zeros that nobody wrote would all be one page."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    started = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils.checksum import EngineDigests, compare_digests
+from slime.backends.sglang_utils.engine_layout import EngineLayout
 from slime.backends.sglang_utils.tile_hash import TILE_WORDS, tile_hash
 from slime.config.hf_config import parse_hf_config
 
@@ -52,8 +53,8 @@ def sha(*parts):
     return hashlib.sha256(b"".join(p.contiguous().view(torch.uint8).numpy().tobytes() for p in parts)).hexdigest()[:16]
 
 
-def digests(hf, named, tp=1, **options):
-    engine = EngineDigests(hf, tp, **options)
+def digests(hf, named, tp=1, device="cpu", **options):
+    engine = EngineDigests(EngineLayout(hf, tp, device == "cpu"), **options)
     for name, tensor in named.items():
         engine.add(name, tensor)
     return engine.finish()
@@ -98,7 +99,7 @@ def test_order_does_not_matter_and_parts_may_be_reused_buffers(background):
     hf = config()
     t = tensors(hf)
     assert digests(hf, dict(reversed(t.items())), tp=2, background=background) == digests(hf, t, tp=2)
-    engine = EngineDigests(hf)
+    engine = EngineDigests(EngineLayout(hf, 1, True))
     for name in reversed(list(t)):
         buffer = t[name].clone()
         engine.add(name, buffer)
@@ -117,17 +118,17 @@ def test_what_is_missing_or_wrong_is_named():
     hf = config()
     t = tensors(hf)
     del t[f"{LAYER}.self_attn.k_proj.weight"]
-    with pytest.raises(ValueError, match="qkv_proj.weight got 1 of its 3 parts"):
+    with pytest.raises(ValueError, match="qkv_proj.weight got 2 of its 3 parts"):
         digests(hf, t)
     with pytest.raises(ValueError, match="72 rows, config.json says 70"):
         digests(hf, {"lm_head.weight": torch.zeros(72, 12)})
     for name in ("model.norm.weight", f"{LAYER}.self_attn.q_proj.weight", f"{LAYER}.self_attn.v_proj.weight"):
-        engine = EngineDigests(hf)
+        engine = EngineDigests(EngineLayout(hf, 1, True))
         engine.add(name, t[name])
         with pytest.raises(ValueError, match=f"{name} came twice"):
             engine.add(name, t[name])
-    with pytest.raises(ValueError, match="gpt_oss.*--check-weights-interval 0"):
-        EngineDigests(config(model_type="gpt_oss"))
+    with pytest.raises(ValueError, match="gemma2.*--check-weights-interval 0"):
+        EngineLayout(config(model_type="gemma2"), 1, True)
 
 
 def test_one_flipped_bit_is_found():
@@ -135,15 +136,72 @@ def test_one_flipped_bit_is_found():
     t = tensors(hf)
     expected = digests(hf, t)
     t[f"{LAYER}.self_attn.v_proj.bias"].view(torch.int16)[5] ^= 1
-    checked, wrong = compare_digests(expected, digests(hf, t))
-    assert checked == 8 and len(wrong) == 1 and "qkv_proj.bias" in wrong[0]
+    out = compare_digests(expected, digests(hf, t))
+    assert (out.checked, out.followed) == (8, 0) and len(out.wrong) == 1 and "qkv_proj.bias" in out.wrong[0]
 
 
 def test_compare_reports_both_sides():
-    checked, wrong = compare_digests([{"a": "1", "b": "2"}], [{"a": "1", "c": "3"}])
-    assert checked == 3 and [w.split(":")[0] for w in wrong] == ["rank 0 b", "rank 0 c"]
-    assert compare_digests([{"a": "1", "b": "2"}], [{"a": "1"}], skip_names=["b"]) == (1, [])
-    assert compare_digests([{}], [{}, {}])[1] == ["1 ranks expected, 2 found"]
+    out = compare_digests([{"a": "1", "b": "2"}], [{"a": "1", "c": "3"}])
+    assert out.checked == 3 and [w.split(":")[0] for w in out.wrong] == ["rank 0 b", "rank 0 c"]
+    assert compare_digests([{}], [{}, {}]).wrong == ["1 ranks expected, 2 found"]
+
+
+def test_what_a_gpu_kernel_lays_out_in_its_own_way_is_followed():
+    """Never a false alarm; but weights that stand still in the engine while the trainer's change are found."""
+    layout = EngineLayout(config(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8), 1, on_cpu=False)
+    name = f"{LAYER}.mlp.experts.w13_weight"
+    assert layout.sure("model.norm.weight") and not layout.sure(name)
+
+    def compare(want, have, before=None):
+        return compare_digests([{name: want, "n": "5"}], [{name: have, "n": "5"}], layout.sure, before)
+
+    before = [{name: "1"}], [{name: "a"}]
+    for out in compare("1", "a"), compare("1", "a", before), compare("2", "b", before):
+        assert (out.checked, out.followed, out.wrong) == (1, 1, [])
+    assert compare("1", "1").followed == 0  # laid out as predicted after all
+    assert compare("2", "a", before).wrong == [f"rank 0 {name}: changed in the trainer only"]
+    assert compare("1", "b", before).wrong == [f"rank 0 {name}: changed in the engine only"]
+    fused = compare_digests([{f"{LAYER}.mlp.shared_experts.down_proj.weight": "1"}], [{}], layout.sure)
+    assert (fused.followed, fused.wrong) == (1, [])
+    cut_otherwise = EngineLayout(config(), 1, True, {"enable_dp_attention": True})
+    assert not cut_otherwise.sure("model.norm.weight")
+
+
+def test_experts_are_hashed_in_any_order_and_cut_for_each_rank():
+    hf = config(model_type="qwen3_moe", num_experts=6, moe_intermediate_size=16, hidden_size=64)
+    torch.manual_seed(0)
+    rows = {"gate_proj": (16, 64), "up_proj": (16, 64), "down_proj": (64, 16)}
+    t = {
+        f"{LAYER}.mlp.experts.{e}.{name}.weight": torch.randn(shape).bfloat16()
+        for e in range(6)
+        for name, shape in rows.items()
+    }
+    both = {
+        "w13_weight": [
+            torch.stack(
+                [
+                    torch.cat(
+                        [t[f"{LAYER}.mlp.experts.{e}.{n}.weight"][8 * r : 8 * r + 8] for n in ("gate_proj", "up_proj")]
+                    )
+                    for e in range(6)
+                ]
+            )
+            for r in range(2)
+        ],
+        "w2_weight": [
+            torch.stack([t[f"{LAYER}.mlp.experts.{e}.down_proj.weight"][:, 8 * r : 8 * r + 8] for e in range(6)])
+            for r in range(2)
+        ],
+    }
+    scattered = dict(sorted(t.items(), key=lambda item: sha(item[1])))
+    found = digests(hf, scattered, tp=2, device="cuda")
+    for name, ranks in both.items():
+        for r, whole in enumerate(ranks):
+            want = f"{tile_hash(whole.contiguous().view(torch.uint8).reshape(-1)):016x}"
+            assert found[r][f"{LAYER}.mlp.experts.{name}"] == want
+    whole = digests(hf, scattered)[0][f"{LAYER}.mlp.experts.w2_weight"]
+    padded = torch.cat([torch.cat(both["w2_weight"], 2), torch.zeros(6, 64, 16).bfloat16()], 2)
+    assert whole == sha(padded)  # each rank's inner size is a multiple of 32 on CPU
 
 
 # SGLang's kernel file needs only torch and triton; triton's interpreter runs it on CPU tensors.

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from slime.backends.sglang_utils.checksum import EngineDigests, compare_digests
 from slime.backends.sglang_utils.client import EngineClient, EngineError
 from slime.backends.sglang_utils.engine_actor import SGLangEngineActor
+from slime.backends.sglang_utils.engine_layout import EngineLayout
 from slime.backends.sglang_utils.monitor import EngineMonitor
 from slime.backends.sglang_utils.process import free_port
 from slime.backends.sglang_utils.router import RouterError, SGLangRouter
@@ -35,7 +36,7 @@ def wait_for(condition, seconds=300.0):
 
 
 def expected_digests(folder, tp_size=1):
-    engine = EngineDigests(load_hf_config(folder), tp_size, dtype=torch.float32)
+    engine = EngineDigests(EngineLayout(load_hf_config(folder), tp_size, True), dtype=torch.float32)
     for name, tensor in load_file(f"{folder}/model.safetensors").items():
         engine.add(name, tensor)
     return engine.finish()
@@ -58,8 +59,8 @@ def greedy(client, prompt, n):
 
 
 def test_digests_agree_for_a_tied_model(client, tiny_model):
-    checked, wrong = compare_digests(expected_digests(tiny_model), client.weights_checksum())
-    assert wrong == [] and checked == 2 * 8 + 2
+    out = compare_digests(expected_digests(tiny_model), client.weights_checksum())
+    assert out.wrong == [] and out.checked == 2 * 8 + 2
     only = client.weights_checksum(skip_names=["layers.0", "embed"])
     assert not any("layers.0" in name or "embed" in name for name in only[0]) and len(only[0]) == 8 + 1
 
@@ -165,8 +166,8 @@ def test_two_ranks_untied_digests_then_death_and_recovery(tiny_engine_args, tmp_
         endpoint = actor.start()
         assert (endpoint.tp_size, endpoint.rank_offset) == (2, 1)
         with EngineClient(endpoint.url) as client:
-            checked, wrong = compare_digests(expected_digests(folder, 2), client.weights_checksum())
-        assert wrong == [] and checked == 2 * (2 * 6 + 3)
+            out = compare_digests(expected_digests(folder, 2), client.weights_checksum())
+        assert out.wrong == [] and out.checked == 2 * (2 * 6 + 3)
 
         router.add_worker(endpoint.url)
         seen += actor.pids()

@@ -9,7 +9,7 @@ import signal
 
 import numpy as np
 import pytest
-from megatron_runs import make_args, rollout, tiny_model, train
+from megatron_runs import make_args, rank_data, rollout, tiny_model, train
 from ranks import run_ranks
 
 from slime.config.errors import ConfigError
@@ -72,6 +72,51 @@ def test_resume_from_a_background_save(model, tmp_path):
     args = make_args(model, **SCHEDULE, async_save=True, params_dtype="bfloat16")
     run, whole = resumed(2, tmp_path, args)
     assert_same_end(run, whole, rtol=0.0)
+
+
+def _spoil_after_saving(rank, world, port, variants):
+    """Saves in the background, spoils weights and optimizer at once, and loads what was saved."""
+    import torch
+
+    from slime.backends.megatron_utils import checkpoint
+    from slime.backends.megatron_utils.actor import MegatronTrainActor
+    from slime.backends.megatron_utils.parallel import destroy_parallel
+
+    def tensors(actor):
+        yield from actor.model[0].parameters()
+        for part in actor.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                for param in group["params"]:
+                    yield param
+                    yield part.optimizer.state[param]["exp_avg"]
+
+    for args in variants:
+        actor = MegatronTrainActor(rank, world, "127.0.0.1", port)
+        actor.init(args)
+        for step in range(3):  # the first one is written as it is, the others are frozen where that is possible
+            actor.train(step, rank_data(args, ROLLOUTS[step], 1)[0])
+            with actor._on_device("optimizer"):
+                before = [tensor.detach().clone() for tensor in tensors(actor)]
+            actor.save(step)
+            if args.offload_train:
+                actor._memory.release("params")  # as the weight update does
+            with actor._on_device("optimizer"):
+                for tensor in tensors(actor):
+                    tensor.data.fill_(7.0)
+            actor.finish_save()
+            with actor._on_device("optimizer", "grads"):
+                path = checkpoint.latest_checkpoint(args.save)[0]
+                checkpoint.load_checkpoint(path, actor.model, actor.optimizer, actor.scheduler)
+                for old, new in zip(before, tensors(actor), strict=True):
+                    assert torch.equal(old, new.detach()), (args, step)
+        destroy_parallel()
+
+
+def test_a_background_save_holds_what_was_there_when_it_began(model, tmp_path):
+    """Also where memory is given up right after it, and with an optimizer that is not sharded."""
+    variants = [dict(), dict(params_dtype="bfloat16", offload_train=True), dict(use_distributed_optimizer=False)]
+    all_args = [make_args(model, save=str(tmp_path / str(i)), async_save=True, **v) for i, v in enumerate(variants)]
+    run_ranks(1, _spoil_after_saving, all_args)
 
 
 def test_weights_only_and_what_lies_on_disk(model, tmp_path):
@@ -194,6 +239,112 @@ def test_an_altered_byte_is_found_on_load(copy):
         train(1, args, [])
 
 
+def _load_bad_ones(rank, world, port, args, path, folder):
+    """What each bad checkpoint says on this rank, whose model is another one than `path` is of."""
+    import torch
+
+    from slime.backends.megatron_utils import checkpoint
+    from slime.backends.megatron_utils.actor import MegatronTrainActor
+    from slime.backends.megatron_utils.model import unwrap
+
+    actor = MegatronTrainActor(rank, world, "127.0.0.1", port)
+    actor.init(args)
+    parts = actor.model, actor.optimizer, actor.scheduler
+    said = []
+
+    def load(path):
+        with pytest.raises(ConfigError) as error:
+            checkpoint.load_checkpoint(path, *parts)
+        said.append(str(error.value))
+        torch.distributed.barrier()
+
+    load(path)
+    parameters = dict(unwrap(actor.model[0]).named_parameters())
+    parameters["decoder.final_layernorm.weight"].data[0] = float("inf")
+    if rank == 1:
+        parameters["decoder.layers.1.mlp.linear_fc2.weight"].data.view(-1)[3] = float("nan")
+    broken = checkpoint.save_checkpoint(folder, 0, *parts)
+    load(broken)
+    for name, damage in [
+        ("metadata.json", lambda file: file.write_text(file.read_text().replace("torch_dist", "torch_dist_2"))),
+        (".metadata", lambda file: os.truncate(file, 100)),
+    ]:
+        if rank == 0:
+            (broken / "manifest.json").unlink(missing_ok=True)  # as Megatron-LM writes them
+            before = (broken / name).read_bytes()
+            damage(broken / name)
+        torch.distributed.barrier()
+        load(broken)
+        if rank == 0:
+            (broken / name).write_bytes(before)
+        torch.distributed.barrier()
+    return said
+
+
+def test_bad_checkpoints_are_named_on_every_rank(copy, tmp_path):
+    _, path = copy
+    (path / "manifest.json").unlink()  # which would tell before anything starts
+    args = make_args(tiny_model(tmp_path / "m", num_layers=2, intermediate_size=60), tensor_model_parallel_size=2)
+    both = run_ranks(2, _load_bad_ones, args, path, tmp_path / "ck")
+    assert both[0] == both[1]
+    other, nan, newer, cut = both[0]
+    assert other.startswith(f"checkpoint {path} is of another model than --hf-checkpoint:\n  ")
+    assert "mlp.linear_fc2.weight: the model has [2, 44, 60], the checkpoint [4, 44, 52]" in other
+    lines = nan.splitlines()
+    assert "broken weights" in lines[0] and len(lines) == 3
+    assert "  decoder.layers.1.mlp.linear_fc2.weight: 1 of 1320 numbers are NaN or infinite" in lines
+    for line, words in ((newer, "torch_dist_2"), (cut, ".metadata cannot be read")):
+        assert line.startswith(f"checkpoint {tmp_path}/ck/iter_0000000") and words in line and "\n" not in line
+
+
+def cut_off(folder):
+    os.truncate(folder / "model.safetensors", os.path.getsize(folder / "model.safetensors") - 4)
+
+
+def without_a_file(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+
+
+def no_header(folder):
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+
+
+@pytest.mark.parametrize("flag", ["hf_checkpoint", "load", "ref_load"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_off, r"model.safetensors: damaged or incomplete \(\d+ bytes, by its header \d+\)"),
+        (without_a_file, r"index.json: names model-2.safetensors, not in the folder"),
+        (no_header, r"model.safetensors: damaged or incomplete \(\d+ bytes, too few for its header\)"),
+    ],
+)
+def test_bad_weight_files_are_one_line_before_anything_starts(model, tmp_path, flag, damage, message):
+    shutil.copytree(model, tmp_path / "m")
+    damage(tmp_path / "m")
+    with pytest.raises(ConfigError, match=message) as error:
+        check_start(make_args(model).replace(**{flag: str(tmp_path / "m")}))
+    assert "\n" not in str(error.value)
+
+
+def test_first_weights_may_be_a_checkpoint_of_no_run(written, model, tmp_path):
+    """tools/convert_hf.py makes them; --hf-checkpoint need then hold config and tokenizer only."""
+    shutil.copytree(written.load, tmp_path / "ck")
+    edit(
+        tmp_path / "ck" / "iter_0000001" / "manifest.json",
+        run={"model": json.loads(open(f"{model}/config.json").read())},
+    )
+    shutil.copytree(model, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    args = written.replace(hf_checkpoint=str(tmp_path / "m"), load=str(tmp_path / "ck"), lr_decay_style="cosine")
+    assert check_start(args) == []
+    with pytest.raises(ConfigError, match="there are no \\*.safetensors in it"):
+        check_start(args.replace(load=None))
+    other = tiny_model(tmp_path / "other", num_layers=2)
+    with pytest.raises(ConfigError, match="of another model: its num_hidden_layers is 4"):
+        check_start(args.replace(hf_checkpoint=other))
+    with pytest.raises(ConfigError, match="is another model than --hf-checkpoint: num_layers 2 instead of 4"):
+        check_start(written.replace(ref_load=other))
+
+
 def _save_with_little_room(rank, world, port, args):
     from slime.backends.megatron_utils.actor import MegatronTrainActor
 
@@ -223,6 +374,25 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_a_run_that_can_go_on(copy):
         assert len(said) == 1 and "checkpoint of step 5" in said[0] and f"Errno {errno.EFBIG}" in said[0]
     assert results[0][1] == ["iter_0000000", "iter_0000001", "latest_checkpointed_iteration.txt"]
     assert latest_checkpoint(args.save)[1] == 6
+
+
+def test_a_run_stops_or_says_so_and_goes_on_as_the_flag_says(model):
+    from types import SimpleNamespace
+
+    from train import guard
+
+    said = []
+
+    def write(step):
+        raise SaveError(f"checkpoint of step {step} in ck could not be written: no space left")
+
+    with pytest.raises(SaveError, match="of step 3"):
+        guard(make_args(model), None, write, 3)
+    guard(make_args(model, on_save_error="continue"), SimpleNamespace(say=said.append), write, 3)
+    assert said == [
+        "slime: warning: checkpoint of step 3 in ck could not be written: no space left; training goes on "
+        "(--on-save-error continue)"
+    ]
 
 
 def test_a_commit_is_all_or_nothing(tmp_path, monkeypatch):

@@ -298,3 +298,25 @@ def test_head_pads_the_vocabulary_with_impossible_logits():
         out = full_logits(logits, Model, temperature=0.5)
         assert out.dtype == torch.float32 and (out[..., : 3 - absent] == 2.0).all()
         assert (out[..., 3 - absent :].exp() == 0.0).all()
+
+
+def test_buckets_keep_together_what_an_engine_loads_as_one():
+    """SGLang joins q_a_proj and kv_a_proj_with_mqa only when both come in one call, and drops them otherwise."""
+    from slime.backends.megatron_utils.update_weight.bucket import make_buckets
+    from slime.models.rows import Pieces
+
+    names = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    weights = [
+        (f"model.layers.{layer}.self_attn.{name}.weight", Pieces((torch.ones(10, 10),), 0, None))
+        for layer in range(2)
+        for name in names
+    ]
+    for max_bytes in (1, 400, 1000, 10_000):
+        buckets = list(make_buckets(weights, max_bytes))
+        assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in weights]
+        for bucket in buckets:
+            ends = [sum(name.endswith(f".{half}.weight") for name in bucket.names) for half in (names[0], names[3])]
+            assert ends[0] == ends[1]
+        assert len(buckets) == {1: 6, 400: 6, 1000: 4, 10_000: 1}[max_bytes]
+    plain = [(name.replace("q_a_proj", "q_proj"), pieces) for name, pieces in weights]
+    assert len(list(make_buckets(plain, 400))) == 12

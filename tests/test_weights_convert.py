@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from test_weights_megatron import assert_same_tensors, build, make_args, model_folder
 
 from slime.backends.megatron_utils.convert import run, to_hf, to_megatron, units
+from slime.config.errors import ConfigError
 from slime.models import HFFolder
 from tools import convert_hf
 
@@ -230,6 +231,36 @@ def test_fp8_blocks_are_multiplied_by_their_factors(tmp_path):
     assert torch.equal(folder.read("a.weight"), whole.bfloat16())
     assert torch.equal(folder.read("a.weight", 0, 100, 260), whole[100:260].bfloat16())
     assert torch.equal(folder.read("a.weight", 1, 100, 160), whole[:, 100:160].bfloat16())
+
+
+@pytest.mark.parametrize("factors", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+def test_fp8_blocks_are_read_as_transformers_reads_them(tmp_path, factors):
+    from types import SimpleNamespace
+
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    torch.manual_seed(0)
+    weight = torch.randn(256, 384).to(torch.float8_e4m3fn)
+    exponents = torch.randint(120, 132, (2, 3), dtype=torch.uint8)
+    scale = exponents if factors is torch.uint8 else torch.exp2(exponents.float() - 127).to(factors)
+    save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    want = Fp8Dequantize(SimpleNamespace())._dequantize_one(weight, scale, torch.bfloat16)
+    assert torch.equal(HFFolder(tmp_path).read("a.weight"), want)
+
+
+def test_quantised_tensors_that_are_not_read_are_named(tmp_path):
+    fp8, factor = torch.zeros(4, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    blocks, scales = torch.zeros(1, 4, 2, 8, dtype=torch.uint8), torch.zeros(1, 4, 2, dtype=torch.uint8)
+    for tensors, message in [
+        ({"a": fp8}, r"a: is F8_E4M3, and its factors \(a_scale_inv\) are missing"),
+        ({"a": torch.zeros(4, 4, dtype=torch.int8), "a_scale_inv": factor}, "a: is I8, only F8_E4M3, F8_E5M2 are read"),
+        ({"a": fp8, "a_scale_inv": factor.repeat(2, 1)}, r"a_scale_inv: has shape \[2, 1\], blocks of \[128, 128\]"),
+        ({"a": fp8[None], "a_scale_inv": factor}, r"a: has shape \[1, 4, 4\], .* in matrices only"),
+        ({"a_blocks": blocks, "a_scales": scales}, r"a_blocks: has shape \[1, 4, 2, 8\]"),
+    ]:
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            HFFolder(tmp_path)
 
 
 def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):

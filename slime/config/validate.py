@@ -87,6 +87,11 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
 
 def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
     yield from disagreements(args, hf)
+    if hf.raw.get("quantization_config") and not (args.debug_train_only or args.debug_rollout_only):
+        yield (
+            f"--hf-checkpoint {args.hf_checkpoint} is quantised: engines would keep quantised weights, which the trainer's "
+            "do not fit; write it in bfloat16 once with tools/convert_hf.py (--to megatron, then --to hf)"
+        )
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     for size, name in (
         (hf.num_attention_heads, "num_attention_heads"),

@@ -16,8 +16,8 @@ from slime.models import quantised
 from slime.models.rows import ReadRows
 from slime.models.table import Bound, WeightTable
 from slime.utils.misc import batched_by_size
+from slime.utils.weight_files import INDEX, locate_tensors
 
-INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 1024**3  # of weights in one file
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -40,45 +40,16 @@ class HFFolder:
         if not self.folder.is_dir():
             raise ConfigError(f"{folder}: no such folder")
         self._files: dict[str, Any] = {}
-        self._where = self._locate()
+        self._where = locate_tensors(self.folder)
         config = self.folder / "config.json"
         try:
             raw = json.loads(config.read_text()) if config.is_file() else {}
         except ValueError as error:
             raise ConfigError(f"{config}: cannot be read as JSON ({error})") from None
         self.quantised = quantised.find(self._where, raw, str(config))
-        for view in self.quantised.values():
-            view.check(self._slice)
+        quantised.check_scaled(self.quantised, self._where, self._slice)
         hidden = {source for name, view in self.quantised.items() for source in view.sources if source != name}
         self.names = [name for name in self._where if name not in hidden] + sorted(self.quantised.keys() - self._where)
-
-    def _locate(self) -> dict[str, str]:
-        """File by tensor name."""
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                where = dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{index}: cannot be read as an index of tensors ({error!r})") from None
-            missing = sorted({file for file in where.values() if not (self.folder / file).is_file()})
-            if missing:
-                raise ConfigError(
-                    f"{index}: names {', '.join(missing[:3])}, not in the folder; is the download complete?"
-                )
-            for name, file in where.items():
-                if name not in self._names_in(file):
-                    raise ConfigError(f"{index}: says that {name} is in {file}, which does not have it")
-            return where
-        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if files:
-            return {name: file for file in files for name in self._names_in(file)}
-        other = sorted(p.name for p in self.folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".gguf", ".h5"})
-        if other:
-            raise ConfigError(
-                f"{self.folder}: has {other[0]} but no *.safetensors; pickled weights are not read, because they "
-                "can run code: convert them with transformers' save_pretrained"
-            )
-        raise ConfigError(f"{self.folder}: there are no *.safetensors in it")
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -87,9 +58,6 @@ class HFFolder:
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{self.folder / file}: damaged or incomplete ({error})") from None
         return self._files[file]
-
-    def _names_in(self, file: str) -> set[str]:
-        return set(self._open(file).keys())
 
     def _slice(self, name: str) -> Any:
         return self._open(self._where[name]).get_slice(name)

@@ -5,7 +5,7 @@ are read, a few at a time.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,17 @@ from slime.config.errors import ConfigError
 
 Slice = Callable[[str], Any]  # safetensors' lazy tensor by the name in the file: get_shape, get_dtype, [rows]
 _KNOWN = {"fp8", "mxfp4"}
+_FLOAT8 = {"F8_E4M3", "F8_E5M2"}
+_FACTORS = {"F32", "BF16", "F16", "F8_E8M0", "U8"}
 # The sixteen numbers of FP4 E2M1 (OCP Microscaling Formats 1.0, section 5.3.3), sign in the highest of four bits.
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] + [-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
 @dataclass(frozen=True)
 class BlockFp8:
-    """weight [N, K] in float8 and one float32 factor per block of `block` = (rows, columns): weight * factor."""
+    """weight [N, K] in float8 and one factor per block of `block` = (rows, columns): weight * factor. Blocks at the
+    ends may be cut off. Factors are floats, or powers of two by their exponent alone (float8_e8m0fnu, or its bytes).
+    """
 
     name: str
     scale: str
@@ -35,8 +39,13 @@ class BlockFp8:
         return tuple(open_(self.name).get_shape())
 
     def check(self, open_: Slice) -> None:
-        """Raises ConfigError when there are not as many factors as blocks."""
+        """Raises ConfigError for other numbers than float8, and when there are not as many factors as blocks."""
         shape = self.shape(open_)
+        for name, known in ((self.name, _FLOAT8), (self.scale, _FACTORS)):
+            if open_(name).get_dtype() not in known:
+                raise ConfigError(f"{name}: is {open_(name).get_dtype()}, only {', '.join(sorted(known))} are read")
+        if len(shape) != 2:
+            raise ConfigError(f"{self.name}: has shape {list(shape)}, blocks of float8 are read in matrices only")
         want = [math.ceil(n / b) for n, b in zip(shape, self.block, strict=True)]
         if list(open_(self.scale).get_shape()) != want:
             raise ConfigError(
@@ -47,6 +56,7 @@ class BlockFp8:
     def read(self, open_: Slice, axis: int, start: int, stop: int, slab: int | None) -> torch.Tensor:
         assert slab is None
         weight, scale = open_(self.name), open_(self.scale)[:]
+        scale = torch.exp2(scale.float() - 127) if scale.dtype is torch.uint8 else scale.float()
         (rows, columns), size = self.shape(open_), self.block[0]
         out_rows, out_columns = (range(start, stop), range(columns)) if axis == 0 else (range(rows), range(start, stop))
         out = torch.empty(len(out_rows), len(out_columns), dtype=torch.bfloat16)
@@ -54,7 +64,7 @@ class BlockFp8:
         for first in range(out_rows.start - out_rows.start % size, out_rows.stop, size):
             a, b = max(first, out_rows.start), min(first + size, out_rows.stop)
             part = weight[a:b] if axis == 0 else weight[a:b, start:stop]
-            out[a - out_rows.start : b - out_rows.start] = part.float() * scale[first // size].float()[by_column]
+            out[a - out_rows.start : b - out_rows.start] = part.float() * scale[first // size][by_column]
         return out
 
 
@@ -78,6 +88,11 @@ class Mxfp4:
         return experts, groups * each * 2, rows
 
     def check(self, open_: Slice) -> None:
+        shape = list(open_(self.blocks).get_shape())
+        if len(shape) != 4 or shape[-1] != 16 or {open_(n).get_dtype() for n in self.sources} != {"U8"}:
+            raise ConfigError(
+                f"{self.blocks}: has shape {shape}, blocks of MXFP4 are bytes [experts, rows, groups, 16]"
+            )
         if list(open_(self.blocks).get_shape()[:-1]) != list(open_(self.scale).get_shape()):
             raise ConfigError(f"{self.scale}: has shape {list(open_(self.scale).get_shape())}, one per block is needed")
 
@@ -115,6 +130,16 @@ def find(names: Iterable[str], config: dict[str, Any], where: str) -> dict[str, 
             base = name.removesuffix("_blocks")
             found[base] = Mxfp4(base, name, base + "_scales")
     return found
+
+
+def check_scaled(found: Mapping[str, Quantised], names: Iterable[str], open_: Slice) -> None:
+    """Raises ConfigError when quantised tensors are not as they must be, or one lacks its factors: its numbers alone
+    would be read without a word."""
+    for view in found.values():
+        view.check(open_)
+    for name in names:
+        if name not in found and open_(name).get_dtype() in _FLOAT8:
+            raise ConfigError(f"{name}: is {open_(name).get_dtype()}, and its factors ({name}_scale_inv) are missing")
 
 
 def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:

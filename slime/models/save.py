@@ -73,7 +73,12 @@ def save_hf(
         if fault:
             raise fault
 
-    _together(write)
+    try:
+        _together(write)
+    except Exception:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)  # makes room where the disk is full
+        raise
     maps: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(maps, {name: file for file, names in zip(files, mine, strict=True) for name in names})
 

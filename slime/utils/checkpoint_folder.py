@@ -102,7 +102,7 @@ def read_manifest(path: Path) -> Manifest | None:
 def holds_weights_only(path: Path) -> bool:
     """Whether a checkpoint is of no run (tools/convert_hf.py made it): a run that loads it starts at step 0."""
     manifest = read_manifest(path)
-    return manifest is not None and not manifest.run
+    return manifest is not None and "flags" not in manifest.run
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of
-from slime.config.hf_config import load_hf_config
+from slime.config.hf_config import check_same_model, load_hf_config
 from slime.utils.checkpoint_folder import (
     check_sizes,
     holds_weights_only,
@@ -19,6 +19,7 @@ from slime.utils.checkpoint_folder import (
     latest_checkpoint,
     read_manifest,
 )
+from slime.utils.weight_files import locate_tensors
 
 # Where a run reads, writes and computes; none of it changes what it computes.
 _ELSEWHERE = {
@@ -65,7 +66,8 @@ def check_start(args: Args) -> list[str]:
     """Everything about --load, --save and --run-dir that can be known before a process starts.
 
     Returns lines for the user (what a resumed run changes). Raises ConfigError with one line per problem: a damaged
-    or newer checkpoint, one of another model, flags that must not change, folders that cannot be written.
+    or newer checkpoint, one of another model, weights that are cut off or missing, flags that must not change, folders
+    that cannot be written.
     """
     for flag, folder in (("--run-dir", args.run_dir), ("--save", args.save), ("--save-hf", args.save_hf)):
         if folder is not None:
@@ -73,6 +75,7 @@ def check_start(args: Args) -> list[str]:
     for name in ("load", "ref_load", "critic_load", "opd_teacher_load"):
         if (folder := getattr(args, name)) is not None:
             _check_source(flag_of(name), Path(folder), args)
+    _check_weights(args)
     found = resumed_checkpoint(args)
     manifest = read_manifest(found[0]) if found else None
     if found is None or manifest is None:
@@ -122,6 +125,9 @@ def _check_source(flag: str, folder: Path, args: Args) -> None:
             _check_model(found[0], manifest.run.get("model") or {}, load_hf_config(args.hf_checkpoint).raw, args)
         return
     if is_hf_folder(folder):
+        if folder.resolve() != Path(args.hf_checkpoint).resolve():
+            check_same_model(load_hf_config(args.hf_checkpoint), load_hf_config(folder), folder)
+            locate_tensors(folder)
         return
     files = sorted(p.name for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
     if files or (flag != "--load" and folder.resolve() != Path(args.hf_checkpoint).resolve()):
@@ -129,6 +135,15 @@ def _check_source(flag: str, folder: Path, args: Args) -> None:
             f"{flag} {folder}: neither a checkpoint of slime or Megatron nor a Hugging Face folder "
             f"({'it holds ' + ', '.join(files[:3]) if files else 'no such folder, or it is empty'})"
         )
+
+
+def _check_weights(args: Args) -> None:
+    """Of --hf-checkpoint, whose heads are read. Where the trainer's first weights are from elsewhere it may be a folder
+    without any: engines and reference models say if they need them."""
+    folder = Path(args.hf_checkpoint)
+    elsewhere = args.debug_rollout_only or is_hf_folder(args.load) or latest_checkpoint(args.load) is not None
+    if not elsewhere or next(folder.glob("*.safetensors*"), None):
+        locate_tensors(folder)
 
 
 def _check_model(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], args: Args) -> None:

@@ -222,9 +222,11 @@ class MegatronTrainActor:
         """With --offload-train: inside, the parameters and `parts` are on the device; afterwards `parts` are not."""
         if self._memory is not None:
             self._memory.restore("params", *parts)
-        yield
-        if self._memory is not None:
-            self._memory.release(*parts)
+        try:
+            yield
+        finally:  # also where a checkpoint could not be written and training goes on
+            if self._memory is not None:
+                self._memory.release(*parts)
 
     def _columns(self, rank_data: Any) -> tuple[dict[str, Any], list[list[list[int]]]]:
         """This rank's columns on its device, and the micro-batches of each optimizer step."""

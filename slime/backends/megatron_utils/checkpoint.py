@@ -16,13 +16,15 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint import CheckpointException
 
 from slime.backends.megatron_utils import device
+from slime.backends.megatron_utils.checkpoint_check import check_files, check_finite, check_fits
 from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.model import torch_adams, unwrap, use_fused_adam
-from slime.backends.megatron_utils.writer import EXTRA, CheckpointWriter
+from slime.backends.megatron_utils.writer import EXTRA, CheckpointWriter, in_one_line
 from slime.config.errors import ConfigError
-from slime.utils.checkpoint_folder import check_digests, check_sizes, latest_checkpoint, read_manifest
+from slime.utils.checkpoint_folder import latest_checkpoint
 
 # Of an optimizer's parameter group: what the flags say.
 _OF_FLAGS = ("betas", "eps", "max_lr", "min_lr", "lr_mult", "wd_mult")
@@ -68,10 +70,7 @@ def frozen_state(freezer: Freezer, model: list[Any], optimizer: Any, scheduler: 
     """Copies what `checkpoint_state` is made of; the result makes it, in any thread, while training goes on."""
     materialise_adam(optimizer)
     state = {**_state(model, None, scheduler, with_rng=True), "world_size": dist.get_world_size()}
-    frozen, put_copies = (
-        freezer.optimizer(optimizer),
-        freezer.model({k: v for k, v in state.items() if k.startswith("model")}),
-    )
+    frozen, put_copies = freezer.freeze(_by_chunk(state), optimizer)
     # Its groups exist on the host only, so one rank of each data-parallel group gathers, as Megatron can be told.
     metadata = {**_metadata(), "distrib_optim_fully_reshardable_mem_efficient": True}
 
@@ -92,19 +91,23 @@ def load_checkpoint(
     The layout may differ from the one that wrote it. RNG states are taken over only when the world size is the same.
     skip: parameters to leave alone, which the checkpoint need not have.
     """
-    verify(path)
-    world_size = dist_checkpointing.load_common_state_dict(str(path)).get("world_size")
+    check_files(path)
+    with _readable(path):
+        world_size = dist_checkpointing.load_common_state_dict(str(path)).get("world_size")
     same_world = world_size == dist.get_world_size()
     if optimizer is not None:
         materialise_adam(optimizer)
     state = _state(model, optimizer, scheduler, with_rng=same_world and optimizer is not None, is_loading=True)
     for name in [name for name in state if name.startswith("model")]:
         state[name] = {key: value for key, value in state[name].items() if key not in skip}
-    loaded = dist_checkpointing.load(state, str(path))
+    check_fits(path, _by_chunk(state))
+    with _readable(path, "; --finetune takes its weights alone" if optimizer is not None else ""):
+        loaded = dist_checkpointing.load(state, str(path))
     for index, chunk in enumerate(model):
         gpt = unwrap(chunk)
         own = {key: value for key, value in gpt.state_dict().items() if key in skip}
         gpt.load_state_dict(loaded[f"model{index}"] | own, strict=True)
+    check_finite(path, (named for chunk in model for named in unwrap(chunk).named_parameters()))
     if optimizer is None:
         return
     flags = [{key: group[key] for key in _OF_FLAGS if key in group} for group in optimizer.param_groups]
@@ -119,21 +122,13 @@ def load_checkpoint(
         _set_rng(loaded["rng"])
 
 
-def verify(path: Path) -> None:
-    """Compares all files with the manifest, each rank a share. Raises ConfigError on every rank. Collective."""
-    manifest = read_manifest(path)
-    if manifest is None:
-        return  # Megatron-LM's own
-    problem = None
+@contextlib.contextmanager
+def _readable(path: Path, advice: str = "") -> Iterator[None]:
+    """What Megatron and torch say of a checkpoint that they cannot read, in one line."""
     try:
-        check_sizes(path, manifest)
-        check_digests(path, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
-    except (ConfigError, OSError) as error:
-        problem = str(error)
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if first := next((p for p in problems if p), None):
-        raise ConfigError(first)
+        yield
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        raise ConfigError(f"checkpoint {path} cannot be read: {in_one_line(error)}{advice}") from error
 
 
 def load_extra_state(path: Path) -> dict[str, Any]:
@@ -168,8 +163,12 @@ def _metadata() -> dict[str, Any]:
 
 def _chunks(state: dict[str, Any]) -> dict[str, Any]:
     """The model's part of a state, as optimizers want it."""
-    chunks = {key: value for key, value in state.items() if key.startswith("model")}
+    chunks = _by_chunk(state)
     return chunks["model0"] if len(chunks) == 1 else chunks
+
+
+def _by_chunk(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key.startswith("model")}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ is done by the same Megatron code, on a frozen stand-in for the optimizer, in th
 """
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +15,68 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, is_main_replica
 
+_GAP = 4096  # numbers between two tensors of one buffer (padding) that are copied along, for the sake of one copy
+
 
 class HostCopies:
     """Copies of tensors in host memory that is kept: first touches of new pages cost more than the copy."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
 
-    def copy(self, key: Any, tensor: torch.Tensor) -> torch.Tensor:
-        kept = self._kept.get(key)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._kept[key] = kept
-        kept.copy_(tensor.detach())
-        return kept
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Their copies, in order, in the same memory every time. What lies together (parameters in a flat buffer) is
+        copied in one piece, and what several show (a float32 parameter and the optimizer's view of it) once."""
+        copies: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+        for number, run in enumerate(_runs(tensors)):
+            kept = self._kept.get(number)
+            if kept is None or kept.shape != run.live.shape or kept.dtype != run.live.dtype:
+                kept = torch.empty(run.live.shape, dtype=run.live.dtype, pin_memory=run.live.is_cuda)
+                self._kept[number] = kept
+            kept.copy_(run.live, non_blocking=True)
+            for index, start in run.places:
+                shape = tensors[index].shape
+                copies[index] = kept if start is None else kept[start : start + shape.numel()].view(shape)
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+        return copies
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """live: memory to copy, flat. places: (which tensor, its first number in it; None: it is the whole, as it is)."""
+
+    live: torch.Tensor
+    places: list[tuple[int, int | None]]
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> list[_Run]:
+    """The tensors' memory in few pieces, none of it twice; the same ones whenever the tensors lie the same way."""
+    runs: list[_Run] = []
+    memory: dict[tuple[int, torch.dtype], list[tuple[int, int, int]]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.is_contiguous() and tensor.numel():
+            start, where = int(tensor.storage_offset()), (tensor.untyped_storage().data_ptr(), tensor.dtype)
+            memory.setdefault(where, []).append((start, start + tensor.numel(), index))
+        else:
+            runs.append(_Run(tensor.detach(), [(index, None)]))
+    for spans in memory.values():
+        members: list[tuple[int, int]] = []
+        end = 0
+        for start, stop, index in sorted(spans):
+            if members and start > end + _GAP:
+                runs.append(_run(tensors, members, end))
+                members, end = [], 0
+            members.append((start, index))
+            end = max(end, stop)
+        runs.append(_run(tensors, members, end))
+    return runs
+
+
+def _run(tensors: Sequence[torch.Tensor], members: list[tuple[int, int]], end: int) -> _Run:
+    first, index = members[0]
+    live = tensors[index].detach().as_strided((end - first,), (1,), first)
+    return _Run(live, [(index, start - first) for start, index in members])
 
 
 class Freezer:
@@ -45,39 +94,32 @@ class Freezer:
         for ranks in sorted({ranks for of_rank in everyone for ranks in of_rank}):
             self._groups[ranks] = dist.new_group(list(ranks), backend="gloo")
 
-    def model(self, state: dict[str, Any]) -> Callable[[], None]:
-        """Copies the tensors of a model's sharded state dict; calling the result puts them into it, instead of the
-        live ones (which Megatron needs until then, to tell parameters apart)."""
-        bases = [b for b in nested_values(state) if isinstance(b, ShardedBase) and not isinstance(b, ShardedObject)]
-        bases = [b for b in bases if is_main_replica(b.replica_id)]  # others write nothing
-        copies = [self._host.copy(("model", i), base.data) for i, base in enumerate(bases)]
-
-        def put() -> None:
-            for base, data in zip(bases, copies, strict=True):
-                base.data = data
-
-        return put
-
-    def optimizer(self, optimizer: Any) -> Any:
-        """A stand-in whose `sharded_state_dict` gives what the optimizer's would give now."""
+    def freeze(self, state: dict[str, Any], optimizer: Any) -> tuple[Any, Callable[[], None]]:
+        """state: a model's sharded state dict. Returns a stand-in whose `sharded_state_dict` gives what the optimizer's
+        would give now, and what puts copies of the model's tensors into `state`, instead of the live ones (which
+        Megatron needs until then, to tell parameters apart)."""
         if len(optimizer.chained_optimizers) > 1:
             optimizer._synchronize_steps()
-        frozen = copy.copy(optimizer)
-        frozen.chained_optimizers = [self._part(i, part) for i, part in enumerate(optimizer.chained_optimizers)]
-        frozen._synchronize_steps = lambda: None
-        return frozen
+        bases = [b for b in nested_values(state) if isinstance(b, ShardedBase) and not isinstance(b, ShardedObject)]
+        bases = [b for b in bases if is_main_replica(b.replica_id)]  # others write nothing
+        parts = [_shards(part) for part in optimizer.chained_optimizers]
+        of_parts = [tensor for shards in parts for of_param in shards.values() for tensor in of_param.values()]
+        copies = iter(self._host.copy([*(base.data for base in bases), *of_parts]))
+        of_model = [next(copies) for _ in bases]
 
-    def _part(self, number: int, part: Any) -> Any:
-        tensors: dict[Any, dict[str, torch.Tensor]] = {}
-        for of_dtype in part.gbuf_ranges:
-            for buckets in of_dtype.values():
-                for param in (p for bucket in buckets for p in bucket["param_map"]):
-                    live = part._get_main_param_and_optimizer_states(param)
-                    tensors[param] = {
-                        name: self._host.copy((number, len(tensors), name), tensor)
-                        for name, tensor in live.items()
-                        if isinstance(tensor, torch.Tensor)
-                    }
+        def put() -> None:
+            for base, data in zip(bases, of_model, strict=True):
+                base.data = data
+
+        frozen = copy.copy(optimizer)
+        frozen.chained_optimizers = [
+            self._part(part, {param: {name: next(copies) for name in live} for param, live in shards.items()})
+            for part, shards in zip(optimizer.chained_optimizers, parts, strict=True)
+        ]
+        frozen._synchronize_steps = lambda: None
+        return frozen, put
+
+    def _part(self, part: Any, tensors: dict[Any, dict[str, torch.Tensor]]) -> Any:
         plain = copy.deepcopy(part.state_dict())
         frozen = copy.copy(part)
         frozen._get_main_param_and_optimizer_states = tensors.__getitem__
@@ -86,6 +128,25 @@ class Freezer:
         ranks = tuple(dist.get_process_group_ranks(part.data_parallel_group))
         frozen.data_parallel_group = frozen.data_parallel_group_gloo = self._groups[ranks]
         return frozen
+
+
+def _shards(part: Any) -> dict[Any, dict[str, torch.Tensor]]:
+    """What this rank keeps of each parameter, by name: the shard that is trained, and Adam's moments of it."""
+    params = (
+        param
+        for of_dtype in part.gbuf_ranges
+        for buckets in of_dtype.values()
+        for bucket in buckets
+        for param in bucket["param_map"]
+    )
+    return {
+        param: {
+            name: tensor
+            for name, tensor in part._get_main_param_and_optimizer_states(param).items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        for param in params
+    }
 
 
 def _whole(buffer: Any) -> Any:

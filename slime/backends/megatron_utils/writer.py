@@ -78,11 +78,11 @@ class CheckpointWriter:
         # Who writes what depends on the layout only: it is checked once, and here, because Megatron's check talks in
         # the groups that training uses.
         if isinstance(state, dict):
-            ready = self._prepare(state, check=not self._checked)
+            ready = self._prepare(state, check=not self._checked, copy=True)
             self._checked = True
 
         def prepare() -> tuple[Any, bytes]:
-            return ready if isinstance(state, dict) else self._prepare(state(), check=False)
+            return ready if isinstance(state, dict) else self._prepare(state(), check=False, copy=False)
 
         def work() -> None:
             try:
@@ -97,11 +97,11 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _prepare(self, state: dict[str, Any], check: bool) -> tuple[Any, bytes]:
-        """(tensors as torch writes them, the pickled rest on rank 0)"""
+    def _prepare(self, state: dict[str, Any], check: bool, copy: bool) -> tuple[Any, bytes]:
+        """(tensors as torch writes them, the pickled rest on rank 0). copy: training goes on with these tensors."""
         sharded, common = save_preprocess(state, check)
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        if check and self._background:
+        if self._background and copy:
             for parts in by_key.values():
                 for part in (p for p in parts if isinstance(p, ShardedTensor) and p.data is not None):
                     part.data = part.data.detach().to("cpu", copy=True)
@@ -151,7 +151,7 @@ class CheckpointWriter:
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # makes room where the disk is full
             raise SaveError(
-                f"checkpoint of step {step} in {self._root} could not be written: {_in_one_line(error)}"
+                f"checkpoint of step {step} in {self._root} could not be written: {in_one_line(error)}"
             ) from error
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
@@ -160,7 +160,7 @@ class CheckpointWriter:
         try:
             result = work()
         except Exception as error:
-            fault = _in_one_line(error)
+            fault = in_one_line(error)
         outcomes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, (result, fault), group=self._group)
         if fault := next((f for _, f in outcomes if f), None):
@@ -174,7 +174,7 @@ def pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """The cause as the system says it; distributed checkpointing wraps it in a traceback of each rank."""
     failures = getattr(error, "failures", None)
     if failures:

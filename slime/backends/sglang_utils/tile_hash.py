@@ -25,35 +25,55 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+class TileHasher:
+    """Digest of `nbytes` bytes that come in pieces, in any order; keeps 16 bytes for 32 KiB of them. Not cryptographic:
+    it finds accidents, not attacks."""
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self._nbytes = nbytes
+        tiles = -(-nbytes // (4 * TILE_WORDS))
+        self._sums = [torch.zeros(tiles, dtype=torch.int64, device=device) for _ in _SEEDS]
+
+    def update(self, start: int, data: torch.Tensor) -> None:
+        """The bytes from `start` on: flat uint8, whole words of four but for the end. Raises ValueError otherwise."""
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise ValueError("tile_hash takes flat uint8 tensors: tensor.reshape(-1).view(torch.uint8)")
+        if start % 4 or (data.numel() % 4 and start + data.numel() != self._nbytes):
+            raise ValueError(f"tile_hash takes words of four bytes: {data.numel()} bytes from {start}")
+        pad = -data.numel() % 4
+        if pad or data.storage_offset() % 4:
+            data = torch.nn.functional.pad(data, (0, pad))
+        words = data.view(torch.int32)
+        for at in range(0, words.numel(), TILE_WORDS * _CHUNK_TILES):
+            self._add(words[at : at + TILE_WORDS * _CHUNK_TILES], start // 4 + at)
+
+    def _add(self, words: torch.Tensor, start: int) -> None:
+        value = words.to(torch.int64) & _M32
+        position = torch.arange(start, start + words.numel(), device=words.device, dtype=torch.int64)
+        first, before = divmod(start, TILE_WORDS)
+        after = -(before + words.numel()) % TILE_WORDS
+        for sums, seed, (factor, rotation) in zip(self._sums, _SEEDS, _POSITION, strict=True):
+            rotated = ((position << rotation) | (position >> (32 - rotation))) & _M32
+            mixed = _mix32(value ^ ((position * factor + seed) & _M32) ^ rotated)
+            tiles = torch.nn.functional.pad(mixed, (before, after)).view(-1, TILE_WORDS).sum(1)
+            sums[first : first + len(tiles)] += tiles
+
+    def digest(self) -> int:
+        if not self._nbytes:
+            return 0
+        padded = self._nbytes + -self._nbytes % 4
+        halves = [_mix32((sums & _M32) ^ (padded & _M32)) for sums in self._sums]
+        high, low = (int(half.sum().item()) for half in halves)  # below 2**32 per tile: no overflow in int64
+        total = ((high << 32) + low) & _M64
+        total ^= total >> 30
+        total = total * 0xBF58476D1CE4E5B9 & _M64
+        total ^= total >> 27
+        total = total * 0x94D049BB133111EB & _M64
+        return total ^ total >> 31
+
+
 def tile_hash(data: torch.Tensor) -> int:
-    """Digest of a flat uint8 tensor. Not cryptographic: it finds accidents, not attacks."""
-    if data.dtype != torch.uint8 or data.dim() != 1:
-        raise ValueError("tile_hash takes flat uint8 tensors: tensor.reshape(-1).view(torch.uint8)")
-    if data.numel() == 0:
-        return 0
-    pad = -data.numel() % 4
-    if pad or data.storage_offset() % 4:
-        data = torch.nn.functional.pad(data, (0, pad))
-    words = data.view(torch.int32)
-    total, chunk = 0, TILE_WORDS * _CHUNK_TILES
-    for start in range(0, words.numel(), chunk):
-        total = (total + _chunk_sum(words[start : start + chunk], start, words.numel() * 4)) & _M64
-    total ^= total >> 30
-    total = total * 0xBF58476D1CE4E5B9 & _M64
-    total ^= total >> 27
-    total = total * 0x94D049BB133111EB & _M64
-    return total ^ total >> 31
-
-
-def _chunk_sum(words: torch.Tensor, start: int, nbytes: int) -> int:
-    """Sum of the tiles' 64-bit values; `start` is the position of the first word, a multiple of the tile."""
-    value = words.to(torch.int64) & _M32
-    position = torch.arange(start, start + words.numel(), device=words.device, dtype=torch.int64)
-    halves = []
-    for seed, (factor, rotation) in zip(_SEEDS, _POSITION, strict=True):
-        rotated = ((position << rotation) | (position >> (32 - rotation))) & _M32
-        mixed = _mix32(value ^ ((position * factor + seed) & _M32) ^ rotated)
-        tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % TILE_WORDS)).view(-1, TILE_WORDS).sum(1)
-        halves.append(_mix32((tiles & _M32) ^ (nbytes & _M32)))
-    high, low = (int(half.sum().item()) for half in halves)  # below 2**32 per tile: no overflow in int64
-    return (high << 32) + low
+    """Digest of a flat uint8 tensor."""
+    hasher = TileHasher(data.numel(), data.device)
+    hasher.update(0, data)
+    return hasher.digest()

@@ -84,7 +84,7 @@ def convert_to_megatron(job: Job, say: Callable[[str], None]) -> None:
         to_megatron.finish(partial, structure, units, written)
         files = {unit.file: digest for unit, (_, digest) in zip(units, done, strict=True)}
         files.update({name: describe(partial / name) for name in files_in(partial) if name not in files})
-        final = commit(output, 0, files, run={}, keep_last=None)
+        final = commit(output, 0, files, run={"model": hf.raw}, keep_last=None)
         shutil.rmtree(journal.folder)
         say(f"{output}: written")
         if job.verify:

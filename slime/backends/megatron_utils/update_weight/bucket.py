@@ -8,6 +8,9 @@ import torch
 
 from slime.models.rows import Pieces, Stack
 
+# SGLang joins them (DeepSeek's `fused_qkv_a_proj_with_mqa`), and only if both come in one call.
+_FIRST_HALF, _SECOND_HALF = "q_a_proj.weight", "kv_a_proj_with_mqa.weight"
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -32,16 +35,23 @@ def make_buckets(
 ) -> Iterator[Bucket]:
     """Buckets of at most `max_bytes`, one dtype each, so that every tensor starts aligned; a larger one goes alone.
 
-    space(n): where to put a bucket of n bytes (uint8 [n]); None: new memory for each.
+    Engines load bucket by bucket, and of two tensors that they load as one (`_FIRST_HALF`) they would drop each that
+    comes without the other: the two stay together, if need be in a larger bucket. space(n): where to put a bucket of n
+    bytes (uint8 [n]); None: new memory for each.
     """
     batch: list[tuple[str, Pieces | Stack]] = []
     used = 0
+    halves: set[str] = set()
     for name, pieces in weights:
-        if batch and (used + pieces.nbytes > max_bytes or pieces.dtype != batch[0][1].dtype):
+        full = used + pieces.nbytes > max_bytes and not halves
+        if batch and (full or pieces.dtype != batch[0][1].dtype):
             yield _pack(batch, space, last=False)
             batch, used = [], 0
         batch.append((name, pieces))
         used += pieces.nbytes
+        if name.endswith(_FIRST_HALF):
+            halves.add(name.removesuffix(_FIRST_HALF))
+        halves.discard(name.removesuffix(_SECOND_HALF))
     if batch:
         yield _pack(batch, space, last=True)
 

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.update_weight.sent import Digests, Sent, Sent
 from slime.backends.megatron_utils.update_weight.tensor import TensorSender
 from slime.backends.sglang_utils.checksum import EngineDigests, compare_digests
 from slime.backends.sglang_utils.client import EngineClient, EngineEndpoint, EngineError
+from slime.backends.sglang_utils.engine_layout import EngineLayout
 from slime.config.hf_config import HFConfig
 from slime.models.live import model_ranks, pipeline_stage
 from slime.utils.sync_receipt import SyncReceipt
@@ -48,7 +49,7 @@ class WeightUpdater:
         self._engines: list[EngineEndpoint] = []
         self._clients: list[EngineClient] = []
         self._syncs = 0
-        self._last_digests: list[Digests] | None = None
+        self._last: tuple[dict[int, Digests], list[Digests]] | None = None  # digests expected, by size, and found
 
     # -- connecting -------------------------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ class WeightUpdater:
         """Makes one group per pipeline stage with all engines; again after one was restarted. Leaves old groups."""
         together(self._control, self._leave, "leaving the engines' groups")
         self._engines = list(engines)
-        self._last_digests, self._syncs = None, 0  # a new engine's first weights are always checked
+        self._last, self._syncs = None, 0  # a new engine's first weights are always checked
         if self._is_leader:
             self._clients = [EngineClient(engine.url, timeout=self._args.update_weight_timeout) for engine in engines]
         for stage in range(self._stages):  # in order, each finished before the next begins, on every engine
@@ -104,10 +105,10 @@ class WeightUpdater:
             return None
         seconds = time.perf_counter() - started
         nbytes = sum(total.bytes for total in totals)
-        count, changed = checked or (0, None)
+        count, followed, changed = checked or (0, 0, None)
         return SyncReceipt(
             version, sum(total.tensors for total in totals), nbytes, seconds, nbytes / 1e9 / seconds,
-            digests_checked=count, check_seconds=check_seconds, changed=changed,
+            digests_checked=count, digests_followed=followed, check_seconds=check_seconds, changed=changed,
         )  # fmt: skip
 
     def _open(self) -> None:
@@ -124,24 +125,29 @@ class WeightUpdater:
 
     def _predictions(self) -> dict[int, EngineDigests]:
         """Of the digests that engines should have, one per size of engine."""
-        on_cpu = device.current_device().type == "cpu"
         sizes = {engine.tp_size for engine in self._engines}
-        return {n: EngineDigests(self._hf, n, device="cpu" if on_cpu else "cuda", background=on_cpu) for n in sizes}
+        return {n: EngineDigests(self._layout(n), background=_on_cpu()) for n in sizes}
+
+    def _layout(self, tp_size: int) -> EngineLayout:
+        return EngineLayout(self._hf, tp_size, _on_cpu(), self._args.sglang)
 
     def _gather(self, totals: SentTotals) -> list[SentTotals]:
         everyone: list[Any] = [None] * dist.get_world_size(self._control)
         dist.all_gather_object(everyone, totals, group=self._control)
         return everyone
 
-    def _compare(self, totals: list[SentTotals]) -> tuple[int, int | None]:
-        """(parameters compared over all engines, how many changed since the last check). Raises WeightSyncError."""
+    def _compare(self, totals: list[SentTotals]) -> tuple[int, int, int | None]:
+        """(parameters compared over all engines, those of which only changes were, how many changed since the last
+        check). Raises WeightSyncError."""
         expected = merge_digests(totals)
         found = on_all(self._clients, _checksums, self._args.update_weight_timeout)
-        count, wrong = 0, []
-        for engine, digests in zip(self._engines, found, strict=True):
-            checked, faults = compare_digests(expected[engine.tp_size], digests)
-            count += checked
-            wrong += [f"{engine.url} {fault}" for fault in faults]
+        count, followed, wrong = 0, 0, []
+        for i, (engine, digests) in enumerate(zip(self._engines, found, strict=True)):
+            size = engine.tp_size
+            before = (self._last[0][size], self._last[1][i]) if self._last is not None else None
+            compared = compare_digests(expected[size], digests, self._layout(size).sure, before)
+            count, followed = count + compared.checked, followed + compared.followed
+            wrong += [f"{engine.url} {fault}" for fault in compared.wrong]
         if wrong:
             more = f"\n  ... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise WeightSyncError(
@@ -149,11 +155,11 @@ class WeightUpdater:
                 + "\n  ".join(wrong[:_SHOWN]) + more
             )  # fmt: skip
         changed = None
-        if self._last_digests is not None:
-            pairs = [(a, b) for x, y in zip(self._last_digests, found, strict=True) for a, b in zip(x, y, strict=True)]
-            changed = sum(before.get(name) != digest for before, after in pairs for name, digest in after.items())
-        self._last_digests = found
-        return count, changed
+        if self._last is not None:
+            pairs = [(a, b) for x, y in zip(self._last[1], found, strict=True) for a, b in zip(x, y, strict=True)]
+            changed = sum(old.get(name) != digest for old, new in pairs for name, digest in new.items())
+        self._last = expected, found
+        return count, followed, changed
 
     def _clean_up(self) -> None:
         """After a failure: no group, no open session, engines paused. Best effort, a few seconds; raises nothing."""
@@ -162,6 +168,10 @@ class WeightUpdater:
             with contextlib.suppress(Exception):
                 on_all(self._clients, _end_quietly, 5.0)
         self._engines = []
+
+
+def _on_cpu() -> bool:
+    return device.current_device().type == "cpu"
 
 
 def _begin(client: EngineClient) -> None:
