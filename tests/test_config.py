@@ -174,6 +174,20 @@ def test_impossible_combinations_are_refused(base, more, message):
         load_args([*base, *more])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(quantization_config={"quant_method": "fp8"}), "is quantised: engines would keep quantised weights"),
+        (dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[1]),
+         "layers 1 have no experts, but SGLang gives every layer of a qwen3_moe experts"),
+    ],
+)  # fmt: skip
+def test_models_that_engines_would_hold_otherwise_are_refused(base, tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **changes}))
+    with pytest.raises(ConfigError, match=message):
+        load_args([*base, "--hf-checkpoint", str(tmp_path)])
+
+
 def test_megatrons_size_flags_are_taken_where_they_agree(base):
     sizes = ["--num-layers", "4", "--rotary-base", "12345", "--swiglu", "--normalization", "RMSNorm"]
     more = ["--num-attention-heads", "6", "--attention-dropout", "0.0", "--optimizer", "adam", "--qk-layernorm"]

@@ -85,13 +85,24 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
         yield from _layout_of_model(args, hf)
 
 
+def _engines_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
+    where = f"--hf-checkpoint {args.hf_checkpoint}"
+    if hf.raw.get("quantization_config") and not args.debug_rollout_only:
+        yield (
+            f"{where} is quantised: engines would keep quantised weights, which the trainer's do not fit; write it in "
+            "bfloat16 once with tools/convert_hf.py (--to megatron, then --to hf)"
+        )
+    if hf.model_type in ("qwen2_moe", "qwen3_moe") and hf.dense_layers:
+        yield (
+            f"{where}: layers {', '.join(map(str, sorted(hf.dense_layers)[:5]))} have no experts, but SGLang gives "
+            f"every layer of a {hf.model_type} experts (it does not read mlp_only_layers and decoder_sparse_step)"
+        )
+
+
 def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
     yield from disagreements(args, hf)
-    if hf.raw.get("quantization_config") and not (args.debug_train_only or args.debug_rollout_only):
-        yield (
-            f"--hf-checkpoint {args.hf_checkpoint} is quantised: engines would keep quantised weights, which the trainer's "
-            "do not fit; write it in bfloat16 once with tools/convert_hf.py (--to megatron, then --to hf)"
-        )
+    if not args.debug_train_only:
+        yield from _engines_of_model(args, hf)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     for size, name in (
         (hf.num_attention_heads, "num_attention_heads"),
