@@ -178,7 +178,7 @@ def test_impossible_combinations_are_refused(base, more, message):
     ("changes", "message"),
     [
         (dict(quantization_config={"quant_method": "fp8"}), "is quantised: engines would keep quantised weights"),
-        (dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[1]),
+        (dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8, mlp_only_layers=[1]),
          "layers 1 have no experts, but SGLang gives every layer of a qwen3_moe experts"),
     ],
 )  # fmt: skip
