@@ -118,6 +118,7 @@ def test_layout_of_a_critic(base):
     ("more", "message"),
     [
         (["--tp", "4"], "does not divide the model's num_attention_heads 6"),
+        (["--tp", "3"], "does not divide the model's num_key_value_heads 2, and is no multiple of it"),
         (["--pp", "3"], "does not divide the model's 4 layers"),
         (["--tp", "2", "--actor-num-gpus-per-node", "3"], "no multiple of TP 2"),
         (["--ep", "2"], "the model has no experts"),

@@ -89,6 +89,12 @@ def test_mixture_of_experts(tmp_path, arch, layouts):
         assert_same_run(train(2, make_args(model, **changes), [rollout()]), reference)
 
 
+def test_ranks_that_share_a_key_value_head(tmp_path):
+    model = tiny_model(tmp_path / "one", num_layers=1, num_attention_heads=4, num_key_value_heads=1)
+    reference = train(1, make_args(model), [rollout()])
+    assert_same_run(train(2, make_args(model, tensor_model_parallel_size=2), [rollout()]), reference)
+
+
 def test_a_step_with_nothing_to_train_changes_nothing(model):
     columns = rollout()
     columns["loss_masks"] = [np.zeros_like(mask) for mask in columns["loss_masks"]]

@@ -167,7 +167,7 @@ def test_rope_scaling_that_is_not_built_is_named():
 @pytest.mark.parametrize(
     ("config", "flags", "message"),
     [
-        ({}, dict(tensor_model_parallel_size=4), "6 attention heads"),
+        ({}, dict(tensor_model_parallel_size=4), "num_attention_heads 6"),
         ({"intermediate_size": 53}, dict(tensor_model_parallel_size=2), "intermediate_size 53"),
         ({}, dict(pipeline_model_parallel_size=4), "6 layers"),
     ],

@@ -1,9 +1,11 @@
 """Who runs where, as arithmetic: trainer ranks, engines, and how a rollout's samples become optimizer steps."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from slime.config.args import Args
 from slime.config.critic import uses_critic
+from slime.config.hf_config import HFConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,25 @@ def make_layout(args: Args) -> Layout:
         critic_world_size=args.critic_num_nodes * args.critic_num_gpus_per_node if world and uses_critic(args) else 0,
         colocate_critic=args.colocate_critic,
     )
+
+
+def cut_faults(args: Args, hf: HFConfig) -> Iterator[str]:
+    """Why the model cannot be cut over ranks as the flags say, a line each."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    of_tp, where = f"--tensor-model-parallel-size {tp}", f"({args.hf_checkpoint}/config.json)"
+    groups, etp = hf.num_key_value_heads, args.expert_tensor_parallel_size or tp
+    if hf.num_attention_heads % tp:
+        yield f"{of_tp} does not divide the model's num_attention_heads {hf.num_attention_heads} {where}"
+    elif groups % tp and tp % groups:
+        yield f"{of_tp} does not divide the model's num_key_value_heads {groups}, and is no multiple of it {where}"
+    if hf.dense_layers and hf.intermediate_size % tp:
+        yield f"{of_tp} does not divide the model's intermediate_size {hf.intermediate_size} {where}"
+    if hf.moe_layers and (hf.moe_intermediate_size or 0) % etp:
+        yield f"--expert-tensor-parallel-size {etp} does not divide the experts' {hf.moe_intermediate_size} {where}"
+    if hf.num_layers % pp:
+        yield f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers"
+    if cp > 1 and args.allgather_cp and hf.latent:
+        yield f"--allgather-cp: {hf.model_type} has latent attention, which is built for the zigzag cut only"
 
 
 def due(interval: int | None, rollout_id: int, last: bool) -> bool:

@@ -10,6 +10,7 @@ from slime.config.engine_options import RESERVED_ROUTER, RESERVED_SERVER, overla
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of
 from slime.config.hf_config import HFConfig
+from slime.config.layout import cut_faults
 from slime.config.rounding import rounding_problems
 
 
@@ -103,18 +104,8 @@ def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
     yield from disagreements(args, hf)
     if not args.debug_train_only:
         yield from _engines_of_model(args, hf)
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    for size, name in (
-        (hf.num_attention_heads, "num_attention_heads"),
-        (hf.num_key_value_heads, "num_key_value_heads"),
-        (hf.intermediate_size, "intermediate_size"),
-        (hf.hidden_size, "hidden_size"),
-    ):
-        if size % tp:
-            yield f"--tensor-model-parallel-size {tp} does not divide the model's {name} {size} ({args.hf_checkpoint}/config.json)"
-    if hf.num_layers % pp:
-        yield f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers"
-    vpp = args.num_layers_per_virtual_pipeline_stage
+    yield from cut_faults(args, hf)
+    pp, vpp = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
     if vpp is not None and (pp == 1 or (hf.num_layers // pp) % vpp):
         yield f"--num-layers-per-virtual-pipeline-stage {vpp} needs PP above 1 and must divide the {hf.num_layers // pp} layers of a stage"
     if args.expert_model_parallel_size > 1 and not hf.num_experts:

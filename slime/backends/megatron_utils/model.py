@@ -31,6 +31,7 @@ from slime.backends.megatron_utils.variants import (
 )
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
+from slime.config.layout import cut_faults
 from slime.config.rounding import has_regions, rounding_regions
 from slime.utils.misc import load_function
 
@@ -114,30 +115,12 @@ def _finalize_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | Non
 
 def check_layout(args: Any, hf: HFConfig) -> None:
     """Raises ConfigError when the model cannot be cut as the flags say."""
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
-    if heads % tp or (groups % tp and tp % groups):
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tp}: must divide the model's {heads} attention heads, and divide or be a "
-            f"multiple of its {groups} key-value heads"
-        )
-    if hf.dense_layers and hf.intermediate_size % tp:
-        raise ConfigError(f"--tensor-model-parallel-size {tp} does not divide intermediate_size {hf.intermediate_size}")
-    etp = args.expert_tensor_parallel_size or tp
-    if hf.moe_layers and (hf.moe_intermediate_size or 0) % etp:
-        raise ConfigError(
-            f"--expert-tensor-parallel-size {etp} does not divide the experts' {hf.moe_intermediate_size}"
-        )
-    if hf.num_layers % pp:
-        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers")
+    if faults := list(cut_faults(args, hf)):
+        raise ConfigError("\n".join(faults))
     if args.context_parallel_size > 1 and hf.sliding_window and uses_transformer_engine(args):
         raise ConfigError(
             f"--context-parallel-size {args.context_parallel_size}: Transformer Engine has no sliding window "
             f"({hf.sliding_window} in config.json) on packed sequences under it; use --transformer-impl local"
-        )
-    if args.context_parallel_size > 1 and args.allgather_cp and hf.latent:
-        raise ConfigError(
-            f"--allgather-cp: {hf.model_type} has latent attention, which is built for the zigzag cut only"
         )
 
 
