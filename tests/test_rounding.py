@@ -170,8 +170,8 @@ def _one_ulp(ours, float64):
 # -- in a model --------------------------------------------------------------------------------------------------------
 
 
-def _passes(rank, world, port, args, subsets):
-    """Log-probs of the whole rollout per subset of regions, and the gradient of one step, by global sample."""
+def _passes(rank, world, port, args, subsets, train_too):
+    """Log-probs of the rank's samples, by number, per subset of regions, and the metrics of training with the last."""
     from slime.backends.megatron_utils.actor import MegatronTrainActor
     from slime.backends.megatron_utils.parallel import destroy_parallel
     from slime.backends.megatron_utils.rounding import set_regions
@@ -188,18 +188,19 @@ def _passes(rank, world, port, args, subsets):
         found = actor._log_probs(columns, plan, "log_probs", "")
         if found:
             out.append(dict(zip(mine.samples, [x.numpy() for x in found["log_probs"]], strict=True)))
-    metrics = actor.train(0, mine)
+    metrics = actor.train(0, mine) if train_too else None
     destroy_parallel()
     return out, metrics if info.is_metrics_rank else None
 
 
-def passes(world, args, subsets):
-    results = run_ranks(world, _passes, args, subsets)
+def passes(world, args, subsets, train_too=True):
+    """The same of the whole rollout."""
+    results = run_ranks(world, _passes, args, subsets, train_too)
     joined = [{} for _ in subsets]
     for found, _ in results:
         for into, more in zip(joined, found, strict=False):
             into |= more
-    return joined, next(m for _, m in results if m is not None)
+    return joined, next((m for _, m in results if m is not None), None)
 
 
 def distance(one, other):
@@ -252,8 +253,8 @@ def test_layouts_round_at_the_same_places(folder, alone, layout):
 
 def test_experts_have_the_regions_too(tmp_path):
     folder = tiny_model(tmp_path / "moe", arch="qwen3_moe")
-    plain, _ = passes(1, args_of(folder), [None])
-    found, _ = passes(1, args_of(folder, rounding_profile="sglang"), [SUBSETS[0], frozenset({"swiglu"})])
+    plain, _ = passes(1, args_of(folder), [None], False)
+    found, _ = passes(1, args_of(folder, rounding_profile="sglang"), [SUBSETS[0], frozenset({"swiglu"})], False)
     assert distance(plain[0], found[0]) == 0.0 < distance(plain[0], found[1])  # a token may go to another expert
 
 
