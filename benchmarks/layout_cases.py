@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(arch="gpt_oss", num_layers=4, **_SIZES),
 }
 WINDOW = 7
+TOPK = 5  # tokens per place of what distils over several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "OPSM": dict(use_opsm=True, opsm_delta=0.001),
     "ppo, values given": dict(advantage_estimator="ppo", kl_coef=0.1, gamma=0.98, lambd=0.9),
     "OPD": dict(advantage_estimator="on_policy_distillation"),
+    "OPD, top 5": dict(advantage_estimator="on_policy_distillation", distill_topk=5),
+    "grpo and OPD, top 5": dict(opd_kl_coef=0.3, distill_topk=5),
     "sft": dict(loss_type="sft_loss"),
     "sft per token": dict(loss_type="sft_loss", calculate_per_token_loss=True),
     "custom loss": dict(
@@ -135,6 +138,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         extra=dict(w_opd=0.5, w_rl=1.5),
         **_CUSTOM,
     ),
+    "select loss": dict(custom_loss_path="slime_plugins.openclaw.select_loss.select_loss_function", **_CUSTOM),
     "custom loss on logits": dict(custom_loss_path=f"{HERE}.loss_on_logits", **_CUSTOM),
     "user's token fields": dict(extra=dict(grid_token_fields=True)),
 }
@@ -145,6 +149,7 @@ QUICK_ALGORITHMS = (
     "MIS geometric",
     "sft per token",
     "custom loss on logits",
+    "OPD, top 5",
 )
 
 
@@ -179,7 +184,7 @@ def make_samples(token_fields: bool = False) -> list[Sample]:
     One is fully masked, one removed, one has an empty response, one a response of one token, one a hole in its mask,
     and two are pieces of one rollout. token_fields: with weights and advantages per token.
     """
-    rng = np.random.default_rng(7)
+    rng, more = np.random.default_rng(7), np.random.default_rng(8)
     responses = [17, 1, 0, 23, 9, 5, 31, 12, 3, 19, 8, 14, 6]
     groups = [0] * 4 + [1] * 5 + [2] * 3 + [3]
     samples = []
@@ -190,6 +195,13 @@ def make_samples(token_fields: bool = False) -> list[Sample]:
             mask = [0] * response
         elif i == 6:
             mask[3:11] = [0] * 8
+        ids = more.random((response, VOCAB)).argsort(1)
+        teacher = np.sort(more.normal(-3.0, 0.4, (response, TOPK)))[:, ::-1]
+        select_fields: dict[str, Any] = {
+            "token_ids": ids[:, 1 : TOPK + 1].tolist(),
+            "hint_log_probs": more.normal(-5.5, 0.5, (response, TOPK)).tolist(),
+            "token_valid": more.integers(0, 2, (response, TOPK)).tolist(),
+        }
         samples.append(
             Sample(
                 index=i,
@@ -201,14 +213,19 @@ def make_samples(token_fields: bool = False) -> list[Sample]:
                 reward=0.25 if i in (9, 10) else float(rng.integers(0, 2)),
                 rollout_log_probs=rng.normal(-6.3, 0.5, response).tolist(),
                 teacher_log_probs=rng.normal(-5.5, 0.3, response).tolist(),
+                teacher_topk_log_probs=teacher[:, :TOPK].tolist(),
+                teacher_topk_indices=ids[:, :TOPK].tolist(),
                 remove_sample=i == 8,
                 status=Sample.Status.COMPLETED,
-                train_metadata=None
-                if not token_fields
-                else {
-                    "token_weights": rng.uniform(0.5, 1.5, response).tolist(),
-                    "token_advantages": rng.normal(0.0, 0.3, response).tolist(),
-                },
+                train_metadata=select_fields
+                | (
+                    {
+                        "token_weights": rng.uniform(0.5, 1.5, response).tolist(),
+                        "token_advantages": rng.normal(0.0, 0.3, response).tolist(),
+                    }
+                    if token_fields
+                    else {}
+                ),
             )
         )
     return samples

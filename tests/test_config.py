@@ -9,6 +9,7 @@ from slime.config import Args, ConfigError, load_args, make_layout
 from slime.config.hf_config import load_hf_config, parse_hf_config
 from slime.config.parse import build_parser, parse_args
 
+SFT = ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
 PPO, OPD = ["--advantage-estimator", "ppo"], ["--advantage-estimator", "on_policy_distillation"]
 TINY = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 24,
@@ -168,6 +169,11 @@ def test_layout_of_a_critic(base):
         (["--opd-teacher-load", "."], "a teacher has no effect"),
         ([*OPD, "--opd-teacher-load", ".", "--opd-kl-coef", "1"], "nothing else already"),
         ([*OPD, "--opd-teacher-url", "http://x/generate", "--rollout-temperature", "0.6"], "taken for a lesson"),
+        (["--distill-topk", "4"], "no effect without --advantage-estimator on_policy_distillation or --opd-kl-coef"),
+        ([*OPD, "--opd-teacher-load", ".", "--distill-topk", "0"], "must be from 1 to the vocabulary of"),
+        ([*OPD, "--opd-teacher-load", ".", "--distill-topk", "4", "--use-tis"], "has no importance ratio"),
+        (["--use-opsm"], "no effect with one optimizer step per rollout"),
+        (["--use-rollout-logprobs", *SFT], "--use-rollout-logprobs needs the engine's log-probs"),
     ],
 )
 def test_impossible_combinations_are_refused(base, more, message):

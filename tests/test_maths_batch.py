@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from slime.config import Args
+from slime.config import Args, ConfigError
 from slime.data.batch import samples_to_columns
 from slime.utils.types import Sample
 
@@ -198,6 +198,74 @@ def test_log_probs_only_if_all_have_them(caplog):
     assert not caplog.text  # none has them: nothing is left out
     samples_to_columns(ARGS, [sample(0, 1.0, response=1, rollout_log_probs=[-1.0]), sample(1, 0.0)])
     assert "rollout_log_probs is left out" in caplog.text
+
+
+def test_a_sample_that_is_not_trained_may_lack_log_probs():
+    samples = group([1.0, 0.0, 0.5], rollout_log_probs=[-1.0] * 3)
+    samples[1].rollout_log_probs, samples[1].remove_sample = None, True
+    columns = samples_to_columns(Args(use_tis=True), samples)
+    assert columns["rollout_log_probs"][1].tolist() == [0.0] * 3
+
+
+OPD = dict(advantage_estimator="on_policy_distillation")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(use_tis=True), "--use-tis needs Sample.rollout_log_probs on every trained sample, sample 1 has none"),
+        (dict(use_rollout_logprobs=True), "--use-rollout-logprobs needs Sample.rollout_log_probs"),
+        (dict(custom_tis_function_path="a.b"), "--custom-tis-function-path needs Sample.rollout_log_probs"),
+        (OPD, "on_policy_distillation needs Sample.teacher_log_probs on every trained sample, sample 0 has none"),
+        (dict(opd_kl_coef=0.1), "--opd-kl-coef needs Sample.teacher_log_probs"),
+        (dict(**OPD, distill_topk=3), "needs Sample.teacher_topk_log_probs and teacher_topk_indices on every"),
+        (dict(advantage_estimator="maxrl"), r"maxrl needs rewards in \[0, 1\]: sample 2 has -1; rescale"),
+        (dict(advantage_estimator="tailrl"), r"tailrl needs rewards in \[0, 1\]: sample 2 has -1; rescale"),
+    ],
+)
+def test_samples_that_the_flags_cannot_work_with(flags, message):
+    samples = group([1.0, 0.0, -1.0], rollout_log_probs=[-1.0] * 3)
+    samples[1].rollout_log_probs = None
+    with pytest.raises(ConfigError, match=message):
+        samples_to_columns(Args(**flags), samples)
+    samples_to_columns(Args(**{**flags, "loss_type": "sft_loss"}), samples)  # which reads none of it
+
+
+def test_a_teachers_most_likely_tokens():
+    log_probs, ids = [[-0.5, -1.5]] * 3, [[4, 2]] * 3
+    samples = group([1.0, 0.0, 0.5], teacher_topk_log_probs=log_probs, teacher_topk_indices=ids)
+    samples[1].remove_sample, samples[1].teacher_topk_indices = True, None
+    samples.append(sample(3, 0.0, response=0))
+    columns = samples_to_columns(Args(**OPD, distill_topk=2), samples)
+    for name, dtype in (("teacher_topk_log_probs", np.float32), ("teacher_topk_indices", np.int32)):
+        assert [x.shape for x in columns[name]] == [(3, 2)] * 3 + [(0, 2)] and columns[name][0].dtype == dtype
+    assert columns["teacher_topk_indices"][0].tolist() == ids and not columns["teacher_topk_indices"][1].any()
+    assert "teacher_topk_indices" in samples_to_columns(Args(loss_type="custom_loss"), samples)
+
+    samples[0].loss_mask = [1, 0, 1]  # what is not trained may hold anything
+    samples[0].teacher_topk_log_probs = [[-0.5, -1.5], [0.0, math.nan], [-0.5, -1.5]]
+    samples_to_columns(Args(**OPD, distill_topk=2), samples)
+    samples[0].loss_mask = None
+    with pytest.raises(ValueError, match="sample 0: row 1 of teacher_topk_log_probs.* is not 2 different tokens"):
+        samples_to_columns(Args(**OPD, distill_topk=2), samples)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(teacher_topk_indices=[[1, 1]] * 3), "row 0 of .* is not 2 different tokens"),
+        (dict(teacher_topk_indices=[[-1, 1]] * 3), "row 0 of .* is not 2 different tokens"),
+        (dict(teacher_topk_log_probs=[[0.0, 0.0]] * 3), "1 or less together; mask tokens"),
+        (dict(teacher_topk_log_probs=[[-1.0, -1.0]] * 2), "sample 0: teacher_topk_log_probs must be 3 rows"),
+        (dict(teacher_topk_log_probs=[[-1.0, -1.0], [-1.0], [-1.0]]), "must be 3 rows, one per response token, of 2"),
+        (dict(teacher_topk_indices=None), "sample 0 has none"),
+    ],
+)
+def test_faulty_most_likely_tokens(fields, message):
+    good = dict(teacher_topk_log_probs=[[-0.5, -1.5]] * 3, teacher_topk_indices=[[4, 2]] * 3)
+    samples = [sample(0, 1.0, **{**good, **fields}), sample(1, 0.0, **good)]
+    with pytest.raises(ValueError, match=message):
+        samples_to_columns(Args(opd_kl_coef=0.1, distill_topk=2), samples)
 
 
 @pytest.mark.parametrize(

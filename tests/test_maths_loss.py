@@ -42,6 +42,8 @@ def make_data(seed=0, lengths=((5, 3), (4, 2), (3, 0), (9, 6), (4, 3)), fan_out=
         "rollout_ids": [0, 1, 2, 0, 4] if fan_out else list(range(len(lengths))),
         "logits": [torch.randn(t, VOCAB, generator=g) for t in totals],
         "value_head": [torch.randn(t, 1, generator=g) for t in totals],
+        "teacher_topk_log_probs": [torch.randn(r, VOCAB, generator=g).log_softmax(1)[:, :3] for r in responses],
+        "teacher_topk_indices": [torch.rand(r, VOCAB, generator=g).argsort(1)[:, :3].int() for r in responses],
     }
 
 
@@ -89,6 +91,8 @@ VARIANTS = {
     "reinforce_plus_plus": dict(advantage_estimator="reinforce_plus_plus", kl_coef=0.1, normalize_advantages=True),
     "reinforce_plus_plus_baseline": dict(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.1),
     "on_policy_distillation": dict(advantage_estimator="on_policy_distillation"),
+    "distill_topk": dict(advantage_estimator="on_policy_distillation", distill_topk=3),
+    "grpo_distill_topk": dict(opd_kl_coef=0.3, distill_topk=3, calculate_per_token_loss=True),
     "per_token": dict(calculate_per_token_loss=True, entropy_coef=0.05),
     "sft": dict(loss_type="sft_loss"),
     "sft_per_token": dict(loss_type="sft_loss", calculate_per_token_loss=True),
@@ -245,6 +249,9 @@ def test_garbage_at_masked_positions_changes_no_bit(name):
             dirty[column] = [
                 torch.where(m > 0, x, garbage) for x, m in zip(data[column], data["loss_masks"], strict=True)
             ]
+        for column, value in (("teacher_topk_log_probs", garbage), ("teacher_topk_indices", -7)):
+            rows = zip(data[column], data["loss_masks"], strict=True)
+            dirty[column] = [torch.where(m[:, None] > 0, x, value) for x, m in rows]
         # The rows of the model's output that predict masked tokens, too.
         for source in ("logits", "value_head"):
             dirty[source] = [x.clone() for x in data[source]]

@@ -58,6 +58,13 @@ def test_worked_best_of_n():
     close(pu.group_norm([1, -1, 1, 1, 0, -1, 1, 1], [0] * 8)[[0, 1, 4]], [0.68222, -1.500885, -0.409332])
 
 
+def test_worked_steps_and_late_rewards():
+    """A value per (group, step) over trajectories; and a reward that a later turn corrects by half."""
+    got = pu.group_norm([1, -1, 1, 1, -1], [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2)], ddof=0)
+    close(got, [0.999999, -0.999999, 0, 0, 0])
+    close(pu.group_norm([0.5 * 1 + 0.5 * -1, -1, 0, 1], [0] * 4, std=False), [0, -1, 0, 1])
+
+
 def test_worked_memory_advantage():
     """MemPO: outcome and memory advantages of one trajectory, token by token."""
     log_p = np.log([0.5, 0.4, 0.4])

@@ -9,6 +9,7 @@ from ranks import run_ranks
 
 from slime.utils import vocab_parallel
 from slime.utils.vocab_parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+from slime.utils.vocab_topk import linear_topk_log_probs, vocab_parallel_topk_log_probs
 
 
 def reference(hidden, weight, targets, temperature=1.0):
@@ -51,6 +52,50 @@ def test_linear_equals_reference(n, vocab, width, chunk, temperature, padding, s
     torch.testing.assert_close(got_h, want_h, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(got_w[:vocab], want_w, rtol=1e-8, atol=1e-8)
     assert not got_w[vocab:].any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(0, 9), vocab=st.integers(1, 23), k=st.integers(0, 6), chunk=st.integers(1, 10),
+    padding=st.integers(0, 3), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_several_targets_per_row(n, vocab, k, chunk, padding, seed):
+    """Repeated ids too: each is a log-prob of its own, and the gradients add up."""
+    hidden, weight, _, _, g_ent = problem(n, vocab, 3, seed)
+    g = torch.Generator().manual_seed(seed)
+    targets, g_lp = torch.randint(0, vocab, (n, k), generator=g), torch.randn(n, k, generator=g).double()
+    g_lp[: n // 3] = g_ent[: n // 3] = 0.0
+    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, padding), value=50.0).requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight.t() / 0.7, -1)
+    want = log_p.gather(1, targets), -(log_p.exp() * log_p).sum(-1)
+    logits = (hidden @ padded.t() / 0.7).detach().requires_grad_()
+    flat = vocab_parallel_log_probs_and_entropy(logits, targets, with_entropy=True, vocab_size=vocab)
+    out = linear_log_probs_and_entropy(
+        hidden, padded, targets, temperature=0.7, chunk_size=chunk, with_entropy=True, vocab_size=vocab
+    )
+    for a, b, c in zip(out, want, flat, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(c, b, rtol=1e-9, atol=1e-9)
+    want_h, want_w = grads(want, (g_lp, g_ent), (hidden, weight))
+    got_h, got_w = grads(out, (g_lp, g_ent), (hidden, padded))
+    torch.testing.assert_close(got_h, want_h, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(got_w[:vocab], want_w, rtol=1e-8, atol=1e-8)
+    (got_z,) = grads(flat, (g_lp, g_ent), (logits,))
+    torch.testing.assert_close(got_z @ padded.detach() / 0.7, want_h, rtol=1e-8, atol=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(0, 9), vocab=st.integers(1, 23), chunk=st.integers(1, 10), seed=st.integers(0, 99), data=st.data())
+def test_topk_equals_reference(n, vocab, chunk, seed, data):
+    k = data.draw(st.integers(1, vocab))
+    hidden, weight, *_ = problem(n, vocab, 3, seed)
+    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, 2), value=50.0)
+    want = torch.log_softmax(hidden @ weight.t() / 0.7, -1).topk(k, dim=1)
+    out = linear_topk_log_probs(hidden, padded, k, temperature=0.7, chunk_size=chunk, vocab_size=vocab)
+    flat = vocab_parallel_topk_log_probs(hidden @ padded.t() / 0.7, k, vocab_size=vocab)
+    for log_probs, ids in (out, flat):
+        assert not log_probs.requires_grad and torch.equal(ids, want.indices)
+        torch.testing.assert_close(log_probs, want.values, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,6 +181,11 @@ def test_faults_are_named():
         linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 5, 1]))
     with pytest.raises(ValueError, match="token id -1"):
         vocab_parallel_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([-1]))
+    with pytest.raises(ValueError, match=r"k must be in \[1, that\]"):
+        linear_topk_log_probs(hidden, weight, 6)
+
+
+TOPK = 4
 
 
 def _on_rank(rank, world_size, port, vocab, columns):
@@ -153,13 +203,22 @@ def _on_rank(rank, world_size, port, vocab, columns):
         logits, targets, tp_group=dist.group.WORLD, with_entropy=True, vocab_size=vocab
     )
     (d_logits,) = grads(plain, (g_lp, g_ent), (logits,))
+    top = linear_topk_log_probs(
+        hidden, mine, TOPK, tp_group=dist.group.WORLD, temperature=0.7, chunk_size=4, vocab_size=vocab
+    )
+    # Several targets per row, the most likely ones: here they come from both ranks.
+    several, _ = linear_log_probs_and_entropy(
+        hidden, mine, top[1], tp_group=dist.group.WORLD, temperature=0.7, chunk_size=4, vocab_size=vocab
+    )
+    d_several = grads([several], [g_lp[:, None]], (hidden, mine))
     dist.destroy_process_group()
-    return [x.detach().numpy() for x in (*out, d_hidden, d_weight, *plain, d_logits)]
+    out = (*out, d_hidden, d_weight, *plain, d_logits)
+    return [x.detach().numpy() for x in out], [x.detach().numpy() for x in (*top, several, *d_several)]
 
 
 @pytest.mark.parametrize(("vocab", "columns"), [(11, 6), (5, 5)])  # the second leaves rank 1 with padding only
 def test_split_vocabulary_equals_whole(vocab, columns):
-    results = run_ranks(2, _on_rank, vocab, columns)
+    results, topk = zip(*run_ranks(2, _on_rank, vocab, columns), strict=True)
     hidden, weight, targets, g_lp, g_ent = problem(9, vocab, 4)
     want = reference(hidden, weight, targets, 0.7)
     d_hidden, d_weight = grads(want, (g_lp, g_ent), (hidden, weight))
@@ -173,3 +232,12 @@ def test_split_vocabulary_equals_whole(vocab, columns):
     torch.testing.assert_close(whole_w[:vocab], d_weight, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(whole_z[:, :vocab], d_logits, rtol=1e-9, atol=1e-9)
     assert not whole_w[vocab:].any() and not whole_z[:, vocab:].any()
+    log_p = torch.log_softmax(hidden @ weight.t() / 0.7, -1)
+    best = log_p.topk(TOPK, dim=1)
+    d_hidden, d_weight = grads([best.values], [g_lp[:, None]], (hidden, weight))
+    for log_probs, ids, several, dh, _ in topk:
+        assert (ids == best.indices.numpy()).all()
+        for a, b in ((log_probs, best.values), (several, best.values), (dh, d_hidden)):
+            torch.testing.assert_close(torch.from_numpy(a), b.detach(), rtol=1e-9, atol=1e-9)
+    whole_w = torch.cat([torch.from_numpy(r[4]) for r in topk])
+    torch.testing.assert_close(whole_w[:vocab], d_weight, rtol=1e-9, atol=1e-9)

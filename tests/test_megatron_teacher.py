@@ -7,6 +7,11 @@ from megatron_runs import SIZES, make_args, rank_data, rollout, tiny_model
 from ranks import run_ranks
 
 COLUMNS = rollout()
+COLUMNS["token_ids"] = [  # a user's field: other tokens per place; an empty list for an empty response
+    np.random.default_rng(r).integers(0, SIZES["vocab_size"], (r, 3)) if r else np.zeros(0, np.float32)
+    for r in COLUMNS["response_lengths"]
+]
+TOPK = ("teacher_topk_log_probs", "teacher_topk_indices", "token_log_probs", "teacher_token_log_probs")
 
 
 def _prepare(rank, world, port, args):
@@ -17,7 +22,7 @@ def _prepare(rank, world, port, args):
     info = actor.init(args)
     actor.prepare(0, rank_data(args, COLUMNS, info.dp_size)[info.dp_rank])
     now = actor._prepared
-    names = ("log_probs", "ref_log_probs", "teacher_log_probs", "advantages")
+    names = ("log_probs", "ref_log_probs", "teacher_log_probs", "advantages", *TOPK)
     out = {
         name: {i: x.cpu().numpy() for i, x in zip(now.rank_data.samples, now.columns[name], strict=True)}
         for name in names
@@ -47,7 +52,7 @@ def folders(tmp_path_factory):
 
 
 def reference_log_probs(folder, temperature):
-    """Of all responses, in float64 by transformers."""
+    """[R, V] of all responses, in float64 by transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
@@ -56,8 +61,18 @@ def reference_log_probs(folder, temperature):
         with torch.no_grad():
             logits = model(torch.tensor(tokens)[None]).logits[0] / temperature
         rows = torch.arange(len(tokens) - response - 1, len(tokens) - 1)
-        out.append(logits.log_softmax(-1)[rows, torch.tensor(tokens)[rows + 1]].numpy())
+        out.append(logits.log_softmax(-1)[rows])
     return out
+
+
+def at(log_probs, ids):
+    """log_probs [R, V] at ids [R] or [R, K]."""
+    ids = torch.as_tensor(np.asarray(ids)).long()
+    return log_probs.gather(1, ids if ids.dim() == 2 else ids[:, None]).reshape(ids.shape).numpy()
+
+
+def responses():
+    return [t[len(t) - r :] for t, r in zip(COLUMNS["tokens"], COLUMNS["response_lengths"], strict=True)]
 
 
 def opd_args(folders, **changes):
@@ -70,8 +85,8 @@ def opd_args(folders, **changes):
 def test_teacher_log_probs_against_float64(folders):
     columns, metrics = prepare(1, opd_args(folders, global_batch_size=8))
     for name, folder in (("log_probs", folders[0]), ("teacher_log_probs", folders[1])):
-        for i, expected in enumerate(reference_log_probs(folder, 0.8)):
-            np.testing.assert_allclose(columns[name][i], expected, rtol=1e-4, atol=2e-5)
+        for i, (expected, tokens) in enumerate(zip(reference_log_probs(folder, 0.8), responses(), strict=True)):
+            np.testing.assert_allclose(columns[name][i], at(expected, tokens), rtol=1e-4, atol=2e-5)
     for i, mask in enumerate(COLUMNS["loss_masks"]):
         lesson = (columns["teacher_log_probs"][i] - columns["log_probs"][i]) * mask
         np.testing.assert_allclose(columns["advantages"][i], lesson, atol=1e-6)
@@ -87,6 +102,24 @@ def test_teacher_log_probs_against_float64(folders):
             np.testing.assert_allclose(other[name][i], columns[same_as][i], rtol=1e-5, atol=1e-5)
         mixed = COLUMNS["rewards"][i] + 0.3 * columns["advantages"][i]
         np.testing.assert_allclose(other["advantages"][i][mask > 0], mixed[mask > 0], rtol=1e-5, atol=1e-5)
+
+
+def test_most_likely_tokens_in_another_layout(folders):
+    """Of the teacher, and a user's own token ids under each model, over ranks that split vocabulary and context."""
+    args = opd_args(folders, distill_topk=5, tensor_model_parallel_size=2, context_parallel_size=2)
+    columns, metrics = prepare(4, args)
+    student, teacher = (reference_log_probs(folder, 0.8) for folder in folders)
+    for i, tokens in enumerate(responses()):
+        best, found = teacher[i].topk(5, dim=1), columns["teacher_topk_indices"][i]
+        np.testing.assert_allclose(columns["teacher_topk_log_probs"][i], best.values.numpy(), rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(at(teacher[i], found), best.values.numpy(), rtol=1e-4, atol=2e-5)
+        assert all(len(set(row)) == 5 for row in found.tolist()) and not columns["advantages"][i].any()
+        np.testing.assert_allclose(columns["teacher_log_probs"][i], at(teacher[i], tokens), rtol=1e-4, atol=2e-5)
+        if len(tokens):
+            for name, of in (("token_log_probs", student), ("teacher_token_log_probs", teacher)):
+                np.testing.assert_allclose(columns[name][i], at(of[i], COLUMNS["token_ids"][i]), rtol=1e-4, atol=2e-5)
+    assert metrics["train/distill_kl"] > 0.1 and 0 < metrics["train/distill_teacher_mass"] < 1
+    assert metrics["train/pg_loss"] == 0.0 and metrics["train/grad_norm"] > 0
 
 
 def test_a_teacher_of_another_kind_is_refused(folders, tmp_path):

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from slime.data.batch import samples_to_columns
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.on_policy_distillation import score_with_teacher
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
@@ -47,17 +49,20 @@ def args(tiny_engine, tiny_engine_args, tmp_path_factory):
         router.stop()
 
 
-def log_probs_by_transformers(args, sample):
-    """log_softmax(logits / T) of the response tokens, in float32, by the reference implementation."""
-    import torch
+def response_rows(args, sample):
+    """log_softmax(logits / T) [R, V] at the response tokens, in float32, by the reference implementation."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(args.hf_checkpoint, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([sample.tokens])).logits[0] / args.rollout_temperature
     first = len(sample.tokens) - sample.response_length
-    rows, targets = logits[first - 1 : -1], torch.tensor(sample.tokens[first:])
-    return rows.log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
+    return logits[first - 1 : -1].log_softmax(-1)
+
+
+def log_probs_by_transformers(args, sample):
+    targets = torch.tensor(sample.tokens[len(sample.tokens) - sample.response_length :])
+    return response_rows(args, sample).gather(1, targets[:, None])[:, 0].tolist()
 
 
 def check(args, sample):
@@ -80,7 +85,11 @@ def test_a_rollout_has_the_models_log_probs(args):
 def test_an_engine_as_teacher_scores_the_very_tokens(args, tiny_engine):
     """The student's own engine as its teacher: the scores are the log-probs that it sampled with."""
     taught = args.replace(
-        rollout_temperature=1.0, opd_teacher_url=f"{tiny_engine.url}/generate", rollout_max_prompt_len=16
+        rollout_temperature=1.0,
+        opd_teacher_url=f"{tiny_engine.url}/generate",
+        rollout_max_prompt_len=16,
+        opd_kl_coef=0.5,
+        distill_topk=3,
     )
     GenerateState.clear_instances()
     samples = [s for group in generate_rollout(taught, 0, RolloutDataSourceWithBuffer(taught)).samples for s in group]
@@ -88,9 +97,13 @@ def test_an_engine_as_teacher_scores_the_very_tokens(args, tiny_engine):
     assert len(samples) == 4
     for sample in samples:
         assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
+        best = response_rows(taught, sample).topk(3, dim=1)
+        torch.testing.assert_close(torch.tensor(sample.teacher_topk_log_probs), best.values, rtol=0, atol=1e-4)
+        assert sample.teacher_topk_indices == best.indices.tolist()
+    assert samples_to_columns(taught, samples)["teacher_topk_indices"][0].shape == (samples[0].response_length, 3)
     wrong = Sample(tokens=[5, 6, 7], response_length=0)
     run(score_with_teacher(taught, wrong, taught.opd_teacher_url))
-    assert wrong.teacher_log_probs == []
+    assert wrong.teacher_log_probs == wrong.teacher_topk_log_probs == wrong.teacher_topk_indices == []
 
 
 async def long_from_group_2(args, sample, sampling_params):

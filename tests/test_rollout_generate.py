@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from rollout_wire import WireServer, free_port, save_tokenizer
 
-from slime.config import Args
+from slime.config import Args, ConfigError
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutError, RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -428,6 +428,36 @@ def test_dict_rewards_need_their_key_at_once(make_args, server):
     assert all(s.remove_sample for g in output.samples for s in g)
     args = make_args(custom_rm_path=f"{__name__}.dict_reward", custom_reward_post_process_path="my.fn")
     assert len(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == 4
+
+
+async def without_log_probs(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.rollout_log_probs = None
+    return sample
+
+
+async def minus_one(args, sample, **kwargs):
+    return -1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(custom_generate_function_path="without_log_probs", use_tis=True), "--use-tis needs Sample.rollout_log_"),
+        (
+            dict(custom_rm_path="minus_one", advantage_estimator="maxrl"),
+            "maxrl needs rewards in .0, 1.: sample . has -1",
+        ),
+    ],
+)
+def test_what_the_algorithm_cannot_use_ends_the_run_at_the_first_sample(make_args, server, flags, message):
+    named = {k: f"{__name__}.{v}" if k.endswith("_path") else v for k, v in flags.items()}
+    args = make_args(**named)
+    with pytest.raises(ConfigError, match=message):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    easy = args.replace(use_tis=False, advantage_estimator="grpo")
+    GenerateState.clear_instances()
+    assert len(generate_rollout(easy, 0, RolloutDataSourceWithBuffer(easy)).samples) == 4
 
 
 async def group_rank(args, samples, **kwargs):

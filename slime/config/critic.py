@@ -26,6 +26,7 @@ def critic_args(args: Args) -> Args:
         use_kl_loss=False,
         opd_teacher_load=None,
         opd_kl_coef=0.0,
+        distill_topk=None,
         custom_loss_path=None,
         # Hooks into the training are the actor's: they would find no log-probs here.
         custom_megatron_before_log_prob_hook_path=None,

@@ -339,6 +339,11 @@ class AlgorithmArgs:
         None, "teacher of on-policy distillation of any size: /generate of a SGLang engine with the same tokenizer"
     )
     opd_kl_coef: float = arg(0.0, "weight of the distillation term added to the advantages of another estimator")
+    distill_topk: int | None = arg(
+        None,
+        "distil over so many of the teacher's most likely tokens and one bin for all others, instead of over the "
+        "sampled token",
+    )
     num_critic_only_steps: int = arg(0, "rollouts at the start that train the critic only")
     critic_lr: float | None = arg(None, "learning rate of the critic; unset: --lr")
     critic_load: str | None = arg(

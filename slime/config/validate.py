@@ -23,7 +23,7 @@ def validate(args: Args, hf: HFConfig | None) -> None:
         _batch(args),
         _algorithm(args),
         _critic(args),
-        _teacher(args),
+        _teacher(args, hf),
         _rollout(args),
         _files(args),
     )
@@ -187,8 +187,16 @@ def _algorithm(args: Args) -> Iterator[str]:
         yield f"--tis-clip-low {args.tis_clip_low} and --tis-clip {args.tis_clip}: needed 0 <= low <= high"
     if args.tis_veto is not None and not 0 < args.tis_veto < 1:
         yield f"--tis-veto {args.tis_veto} must be in (0, 1): it is a ratio that no sound token falls below"
-    if args.use_tis and args.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout":
-        yield "--use-tis needs the engine's log-probs, which the rollout function of fine-tuning does not have"
+    for name in ("use_tis", "use_rollout_logprobs", "custom_tis_function_path"):
+        if getattr(args, name) and args.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout":
+            flag = name.replace("_", "-")
+            yield f"--{flag} needs the engine's log-probs, which the rollout function of fine-tuning does not have"
+    one_step = args.global_batch_size >= args.rollout_batch_size * args.n_samples_per_prompt
+    if args.use_opsm and one_step and not args.use_rollout_logprobs and args.rollout_function_path.startswith("slime."):
+        yield (
+            "--use-opsm has no effect with one optimizer step per rollout, whose policy is the old one; give "
+            "--num-steps-per-rollout, or --use-rollout-logprobs to measure from the engine"
+        )
     if args.opsm_delta < 0:
         yield f"--opsm-delta {args.opsm_delta} must not be negative"
     if args.advantage_estimator in ("maxrl", "tailrl") and args.rm_type == "dapo" and not args.custom_rm_path:
@@ -199,7 +207,7 @@ def _algorithm(args: Args) -> Iterator[str]:
         yield "--calculate-per-token-loss and --custom-pg-loss-reducer-function-path both define the aggregation; choose one"
 
 
-def _teacher(args: Args) -> Iterator[str]:
+def _teacher(args: Args, hf: HFConfig | None) -> Iterator[str]:
     distils = args.advantage_estimator == "on_policy_distillation"
     given = args.opd_teacher_load or args.opd_teacher_url
     by_user = (
@@ -216,6 +224,14 @@ def _teacher(args: Args) -> Iterator[str]:
         yield "a teacher has no effect without --advantage-estimator on_policy_distillation or --opd-kl-coef"
     if distils and args.opd_kl_coef:
         yield "--opd-kl-coef adds distillation to another estimator; on_policy_distillation is nothing else already"
+    k = args.distill_topk
+    if k is not None and (k < 1 or (hf is not None and k > hf.vocab_size)):
+        yield f"--distill-topk {k} must be from 1 to the vocabulary{'' if hf is None else f' of {hf.vocab_size}'}"
+    if k is not None and args.loss_type == "policy_loss" and not (distils or args.opd_kl_coef):
+        yield f"--distill-topk {k} has no effect without --advantage-estimator on_policy_distillation or --opd-kl-coef"
+    for name in ("use_tis", "use_opsm"):
+        if k is not None and distils and getattr(args, name):
+            yield f"--{name.replace('_', '-')} has no effect: with --distill-topk distillation has no importance ratio"
     if args.opd_teacher_url and args.rollout_temperature != 1:
         yield (
             f"--opd-teacher-url: engines score at temperature 1, the student at --rollout-temperature "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.config.errors import ConfigError
 from slime.config.hooks import load_hook
 from slime.utils import rewards as reward_utils
 from slime.utils.types import Sample
@@ -20,11 +21,12 @@ Columns = dict[str, list[Any]]
 
 # Estimators that compare a sample with its siblings; the others take the reward as it is.
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "maxrl", "tailrl", "reinforce_plus_plus_baseline")
+BOUNDED_ESTIMATORS = ("maxrl", "tailrl")  # rewards in [0, 1]: shares of success
 # Names that the trainer fills itself; a user's field must not hide them.
 RESERVED = frozenset(
     "tokens unconcat_tokens total_lengths response_lengths loss_masks rewards raw_reward group_ids rollout_ids "
-    "sample_indices sample_denominators truncated rollout_log_probs teacher_log_probs log_probs ref_log_probs "
-    "advantages returns values entropy".split()
+    "sample_indices sample_denominators truncated rollout_log_probs teacher_log_probs teacher_topk_log_probs "
+    "teacher_topk_indices token_log_probs log_probs ref_log_probs advantages returns values entropy".split()
 )
 
 
@@ -34,9 +36,10 @@ def samples_to_columns(args: Any, samples: Sequence[Sample]) -> Columns:
     tokens: int64 [L]. total_lengths, response_lengths: int. loss_masks: float32 [R], all zero for a removed sample and
     for one whose reward is not finite (which is logged). rewards: float, what `--advantage-estimator` makes of the
     reward; raw_reward: float. group_ids, rollout_ids, sample_indices: int. truncated: 0 or 1. rollout_log_probs,
-    teacher_log_probs: float32 [R], columns only if all samples have them. Then the user's fields: per-token lists as
-    float32 or int64 arrays, everything else as it is.
-    Raises ValueError that names the sample and the field.
+    teacher_log_probs: float32 [R], columns only if all samples have them; so too teacher_topk_log_probs float32 [R, K]
+    and teacher_topk_indices int32 [R, K]. Then the user's fields: per-token lists as float32 or int64 arrays,
+    everything else as it is.
+    Raises ValueError that names the sample and the field, and ConfigError where samples do not fit the flags.
     """
     if not samples:
         raise ValueError("the rollout gave no samples: nothing to train on")
@@ -62,12 +65,53 @@ def samples_to_columns(args: Any, samples: Sequence[Sample]) -> Columns:
         "sample_indices": [i if s.index is None else s.index for i, s in enumerate(samples)],
         "truncated": [int(s.status is Sample.Status.TRUNCATED) for s in samples],
     }
+    needed = needed_log_probs(args)
     for name in ("rollout_log_probs", "teacher_log_probs"):
-        values = _optional_per_token(samples, name)
+        values = _per_token(samples, masks, name, needed.get(name))
         if values is not None:
             columns[name] = values
+    columns.update(_teacher_topk(args, samples, masks, needed.get("teacher_topk_log_probs")))
     columns.update(_user_fields(samples))
     return columns
+
+
+def needed_log_probs(args: Any) -> dict[str, str]:
+    """Log-probs that trained samples must carry for the run's flags: the field, and the flag that asks for it."""
+    if args.loss_type != "policy_loss":
+        return {}
+    out = {}
+    for flag in ("use_tis", "use_rollout_logprobs", "custom_tis_function_path"):
+        if getattr(args, flag):
+            out["rollout_log_probs"] = "--" + flag.replace("_", "-")
+    distils = args.advantage_estimator == "on_policy_distillation"
+    if (distils or args.opd_kl_coef) and not (args.opd_teacher_load or args.custom_advantage_function_path):
+        what = "--advantage-estimator on_policy_distillation" if distils else "--opd-kl-coef"
+        out["teacher_topk_log_probs" if args.distill_topk else "teacher_log_probs"] = what
+    return out
+
+
+def check_log_probs(args: Any, sample: Sample) -> None:
+    """Raises ConfigError when a trained sample lacks the engine's log-probs and a flag needs them."""
+    flag = needed_log_probs(args).get("rollout_log_probs")
+    if flag and sample.rollout_log_probs is None and sample.effective_response_length and not sample.remove_sample:
+        raise ConfigError(_no_log_probs(_name(sample, 0), "rollout_log_probs", flag))
+
+
+def check_reward(args: Any, reward: float, name: str) -> None:
+    """Raises ConfigError for a reward that `--advantage-estimator` has no formula for; name: of its sample."""
+    if args.advantage_estimator in BOUNDED_ESTIMATORS and np.isfinite(reward) and not 0 <= reward <= 1:
+        raise ConfigError(
+            f"--advantage-estimator {args.advantage_estimator} needs rewards in [0, 1]: {name} has {reward:g}; rescale "
+            "them in the reward function or by --custom-reward-post-process-path, or choose another estimator"
+        )
+
+
+def _no_log_probs(name: str, field: str, flag: str) -> str:
+    where = "`append_response_tokens` takes log_probs" if field == "rollout_log_probs" else "--opd-teacher-url does it"
+    return (
+        f"{flag} needs Sample.{field} on every trained sample, {name} has none: set it in the generate or rollout "
+        f"function ({where}), or leave {flag} out"
+    )
 
 
 def estimator_rewards(args: Any, rewards: np.ndarray, group_ids: Sequence[Hashable]) -> np.ndarray:
@@ -103,6 +147,8 @@ def _rewards(args: Any, samples: Sequence[Sample], masks: list[np.ndarray]) -> t
         return _from_hook(args, samples, hook)
     raw = np.array([np.nan if s.remove_sample and s.reward is None else s.get_reward_value(args) for s in samples])
     counted = [i for i, mask in enumerate(masks) if mask.any() and np.isfinite(raw[i])]
+    for i in counted:
+        check_reward(args, raw[i], _name(samples[i], i))
     if args.advantage_estimator in GROUP_ESTIMATORS and not args.disable_rewards_normalization:
         loose = next((i for i in counted if samples[i].group_index is None), None)
         if loose is not None:
@@ -162,19 +208,75 @@ def _loss_mask(sample: Sample, name: str) -> np.ndarray:
     return mask
 
 
-def _optional_per_token(samples: Sequence[Sample], name: str) -> list[np.ndarray] | None:
-    """float32 arrays, or None unless all samples have the field; a sample without response has it trivially."""
-    lacking = [i for i, s in enumerate(samples) if getattr(s, name) is None and s.response_length]
+def _per_token(
+    samples: Sequence[Sample], masks: Sequence[np.ndarray], name: str, needed_for: str | None
+) -> list[np.ndarray] | None:
+    """float32 [R] arrays, or None unless all trained samples have the field; one that is not trained may lack it."""
+    trained = [i for i, mask in enumerate(masks) if mask.any()]
+    lacking = [i for i in trained if getattr(samples[i], name) is None]
     if lacking:
-        if len(lacking) < sum(s.response_length > 0 for s in samples):
+        first = _name(samples[lacking[0]], lacking[0])
+        if needed_for:
+            raise ConfigError(_no_log_probs(first, name, needed_for))
+        if len(lacking) < len(trained):
             logger.warning(
-                "%s is left out of this rollout: %d samples have none, the first is %s",
-                name, len(lacking), _name(samples[lacking[0]], lacking[0]),
-            )  # fmt: skip
+                "%s is left out of this rollout: %d samples have none, the first is %s", name, len(lacking), first
+            )
         return None
     if all(getattr(s, name) is None for s in samples):
         return None
-    return [np.asarray(getattr(s, name) or [], np.float32) for s in samples]
+    empty = (np.zeros(s.response_length) if getattr(s, name) is None else getattr(s, name) for s in samples)
+    return [np.asarray(values, np.float32) for values in empty]
+
+
+_TOPK = {"teacher_topk_log_probs": np.float32, "teacher_topk_indices": np.int32}
+
+
+def _teacher_topk(args: Any, samples: Sequence[Sample], masks: Sequence[np.ndarray], needed_for: str | None) -> Columns:
+    """A teacher's K most likely tokens, [R, K] each, checked on trained tokens. Empty where no sample has them."""
+    trained = [i for i, mask in enumerate(masks) if mask.any()]
+    lacking = [i for i in trained if any(getattr(samples[i], name) is None for name in _TOPK)]
+    if lacking:
+        what = _no_log_probs(
+            _name(samples[lacking[0]], lacking[0]), " and ".join(_TOPK), needed_for or "--distill-topk"
+        )
+        if needed_for or len(lacking) < len(trained):
+            raise ConfigError(what)
+    if lacking or not trained:
+        return {}
+    k = args.distill_topk or len(samples[trained[0]].teacher_topk_indices[0])  # type: ignore[index]
+    out: Columns = {name: [] for name in _TOPK}
+    for i, sample in enumerate(samples):
+        shape = (sample.response_length, k)
+        for name, dtype in _TOPK.items():
+            out[name].append(_rows_of_k(getattr(sample, name), dtype, shape, f"{_name(sample, i)}: {name}"))
+        bad = np.flatnonzero((masks[i] > 0) & ~_are_topk(*(out[name][i] for name in _TOPK)))
+        if bad.size:
+            raise ValueError(
+                f"{_name(sample, i)}: row {bad[0]} of {' and '.join(_TOPK)} is not {k} different tokens with finite "
+                "log-probs that have 1 or less together; mask tokens that the teacher did not score"
+            )
+    return out
+
+
+def _rows_of_k(values: Any, dtype: Any, shape: tuple[int, int], what: str) -> np.ndarray:
+    if shape[0] == 0 or values is None:  # not trained
+        return np.zeros(shape, dtype)
+    try:
+        rows = np.asarray(values, dtype)
+    except (ValueError, TypeError):  # ragged
+        rows = np.zeros(0)
+    if rows.shape != shape:
+        raise ValueError(f"{what} must be {shape[0]} rows, one per response token, of {shape[1]} numbers")
+    return rows
+
+
+def _are_topk(log_probs: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """bool [R]: rows of different ids whose log-probs are finite and have a mass of at most 1 (and rounding)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        mass = np.exp(log_probs.astype(np.float64)).sum(1)
+    different = (np.diff(np.sort(ids, axis=1), axis=1) > 0).all(1) & (ids >= 0).all(1)
+    return np.isfinite(log_probs).all(1) & (mass <= 1.001) & different
 
 
 def _user_fields(samples: Sequence[Sample]) -> Columns:

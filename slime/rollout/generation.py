@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from slime.config.hooks import load_by_path
+from slime.data.batch import check_log_probs, check_reward
 from slime.rollout.base_types import RolloutError
 from slime.rollout.on_policy_distillation import score_with_teacher
 from slime.rollout.rm_hub import async_rm, batched_async_rm, has_reward
@@ -155,8 +156,12 @@ async def generate_and_rm(
             state.tally.last_generated = time.monotonic()
     if any(s.status is Sample.Status.ABORTED for s in _as_list(result)):
         return result
+    if not evaluation:
+        for s in _as_list(result):
+            check_log_probs(args, s)
     if args.opd_teacher_url and not evaluation:
-        untaught = [s for s in _as_list(result) if s.teacher_log_probs is None]
+        wanted = "teacher_topk_indices" if args.distill_topk else "teacher_log_probs"
+        untaught = [s for s in _as_list(result) if getattr(s, wanted) is None]
         with _blame(sample, "asking the teacher about"):
             await _timed(state, gather_or_cancel(score_with_teacher(args, s, args.opd_teacher_url) for s in untaught))
     if args.group_rm:
@@ -285,7 +290,8 @@ def _set_rewards(samples: list[Sample], rewards: list[Any]) -> None:
 
 
 def _check_rewards(args: Any, samples: list[Sample], evaluation: bool) -> None:
-    """Every sample has a number to train on; one that is not finite must not reach its group's statistics.
+    """Every sample has a number to train on, which the estimator has a formula for; one that is not finite must not
+    reach its group's statistics.
 
     Dict rewards that the user's own functions read later are left alone.
     """
@@ -298,6 +304,8 @@ def _check_rewards(args: Any, samples: list[Sample], evaluation: bool) -> None:
             value = sample.get_reward_value(args.replace(reward_key=key) if key != args.reward_key else args)
         except (TypeError, ValueError, KeyError) as error:
             raise RolloutError(str(error.args[0])) from error
+        if not (evaluation or sample.remove_sample or read_by_user):
+            check_reward(args, value, f"sample {sample.index}")
         if not math.isfinite(value) and not sample.remove_sample:
             logger.warning("sample %s: its reward is %s; it is not trained on", sample.index, value)
             sample.remove_sample = True

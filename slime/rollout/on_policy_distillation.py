@@ -1,4 +1,6 @@
-"""Teacher log-probs from a SGLang engine, for on-policy distillation: `Sample.teacher_log_probs`.
+"""A teacher's log-probs from a SGLang engine, for on-policy distillation: `Sample.teacher_log_probs`.
+
+With --distill-topk K also its K most likely tokens at each place: `Sample.teacher_topk_log_probs`, `..._indices`.
 
 `--opd-teacher-url` asks it about every sample that the run trains on, beside whatever reward there is. The two
 functions below it are the same for scripts that give the teacher as --custom-rm-path with --rm-url.
@@ -13,11 +15,15 @@ from slime.utils.types import Sample
 async def score_with_teacher(args: Any, sample: Sample, url: str) -> None:
     """Sets sample.teacher_log_probs: one log-prob per response token, at temperature 1, from `url` (a /generate).
 
-    Raises ValueError when the engine scored other tokens than the sample's.
+    With --distill-topk also teacher_topk_log_probs and teacher_topk_indices, [R, K], most likely first. Raises
+    ValueError when the engine scored other tokens than the sample's, or gave other than K tokens a row.
     """
+    k = args.distill_topk
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
     if not response:
         sample.teacher_log_probs = []
+        if k:
+            sample.teacher_topk_log_probs, sample.teacher_topk_indices = [], []
         return
     payload = {
         "input_ids": sample.tokens,
@@ -26,6 +32,8 @@ async def score_with_teacher(args: Any, sample: Sample, url: str) -> None:
         # The first token that an engine scores has no log-prob there: start one early, and leave that one out.
         "logprob_start_len": len(sample.tokens) - len(response) - 1,
     }
+    if k:
+        payload["top_logprobs_num"] = k
     reply = await post(url, payload, max_retries=args.rollout_max_retries, timeout=args.rollout_request_timeout)
     scored = reply["meta_info"]["input_token_logprobs"][1:]  # [log-prob, token id, text or None]
     if [item[1] for item in scored] != list(response):
@@ -33,6 +41,15 @@ async def score_with_teacher(args: Any, sample: Sample, url: str) -> None:
             f"the teacher at {url} scored {len(scored)} tokens, which are not the {len(response)} of the response"
         )
     sample.teacher_log_probs = [float(item[0]) for item in scored]
+    if k:
+        rows = (reply["meta_info"].get("input_top_logprobs") or [])[1:]
+        if len(rows) != len(response) or any(row is None or len(row) != k for row in rows):
+            raise ValueError(
+                f"the teacher at {url} gave {sorted({len(row or []) for row in rows})} tokens a place at {len(rows)} "
+                f"places, not {k} at each of the {len(response)} of the response (--distill-topk {k})"
+            )
+        sample.teacher_topk_log_probs = [[float(item[0]) for item in row] for row in rows]
+        sample.teacher_topk_indices = [[int(item[1]) for item in row] for row in rows]
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:

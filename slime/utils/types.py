@@ -22,6 +22,7 @@ class Sample:
 
     tokens: prompt ids followed by response ids. loss_mask, rollout_log_probs, teacher_log_probs: one value per
     response token, or None (loss_mask None means that every response token is trained).
+    teacher_topk_log_probs, teacher_topk_indices: a teacher's K most likely tokens per response token, and their ids.
     group_index: the prompt's group; all group statistics go by it. index: unique number of the sample in the run.
     weight_versions: one entry per span of response tokens, {"version", "start", "end"}, relative to the response.
     Grow a response with `append_response_tokens` only: it keeps the per-token columns aligned.
@@ -43,6 +44,8 @@ class Sample:
     rollout_routed_experts: Any = None
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
+    teacher_topk_log_probs: list[list[float]] | None = None
+    teacher_topk_indices: list[list[int]] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None

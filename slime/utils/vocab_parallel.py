@@ -34,20 +34,26 @@ def linear_log_probs_and_entropy(
     """log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that softmax in nats.
 
     hidden: [N, H], the same on all ranks of tp_group. weight: [V / tp, H], this rank's rows; same dtype as hidden.
-    targets: int64 [N], ids of the whole vocabulary. tp_group None, or of size 1: no communication.
+    targets: int64 [N], ids of the whole vocabulary, or [N, K] for K of them per row, at the cost of one.
+    tp_group None, or of size 1: no communication.
     vocab_size: true size; weight rows beyond it (padding) have probability 0. chunk_size: rows of logits per chunk.
-    Returns (float32 [N], float32 [N] or None). The gradient of `hidden` is complete on every rank; rows that receive
-    no gradient cost nothing in the backward pass. Raises ValueError for shapes or targets that do not fit.
+    Returns (float32 of the shape of `targets`, float32 [N] or None). The gradient of `hidden` is complete on every
+    rank; rows that receive no gradient cost nothing in the backward pass. Raises ValueError for shapes or targets that
+    do not fit.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or targets.shape != hidden.shape[:1] or hidden.size(1) != weight.size(1):
+    fits = targets.dim() in (1, 2) and targets.shape[:1] == hidden.shape[:1]
+    if hidden.dim() != 2 or weight.dim() != 2 or not fits or hidden.size(1) != weight.size(1):
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not fit: "
-            "expected [N, H], [V / tp, H] and [N]"
+            "expected [N, H], [V / tp, H] and [N] or [N, K]"
         )
     group = _group(tp_group)
     shard = _Shard(group, weight.size(0), vocab_size)
     shard.check(targets)
-    return _LinearLogProbs.apply(hidden, weight, targets, shard, 1.0 / temperature, max(1, chunk_size), with_entropy)
+    log_probs, entropy = _LinearLogProbs.apply(
+        hidden, weight, _per_row(targets), shard, 1.0 / temperature, max(1, chunk_size), with_entropy
+    )
+    return log_probs.reshape(targets.shape), entropy
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -60,15 +66,16 @@ def vocab_parallel_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(logits) at `targets` and the entropy of that softmax in nats.
 
-    logits: [N, V / tp], this rank's columns; targets: int64 [N]. Otherwise as `linear_log_probs_and_entropy`.
+    logits: [N, V / tp], this rank's columns; targets: int64 [N] or [N, K]. Otherwise as `linear_log_probs_and_entropy`.
     """
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+    if logits.dim() != 2 or targets.dim() not in (1, 2) or targets.shape[:1] != logits.shape[:1]:
         raise ValueError(
-            f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: expected [N, V / tp] and [N]"
+            f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: expected [N, V / tp] and [N] or [N, K]"
         )
     shard = _Shard(_group(tp_group), logits.size(1), vocab_size)
     shard.check(targets)
-    return _LogitsLogProbs.apply(logits, targets, shard, with_entropy)
+    log_probs, entropy = _LogitsLogProbs.apply(logits, _per_row(targets), shard, with_entropy)
+    return log_probs.reshape(targets.shape), entropy
 
 
 class _Shard:
@@ -88,7 +95,7 @@ class _Shard:
                 raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size}")
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(column [N] of each target here, 0 where it lives on another rank; bool [N], whether it lives here)."""
+        """(column of each target here, 0 where it lives on another rank; whether it lives here), of their shape."""
         column = targets - self.start
         here = (column >= 0) & (column < self.valid)
         return torch.where(here, column, 0), here
@@ -97,6 +104,11 @@ class _Shard:
         if self.group is not None:
             dist.all_reduce(x, op=op, group=self.group)
         return x
+
+
+def _per_row(targets: Tensor) -> Tensor:
+    """[N, K]; one target per row is K = 1."""
+    return targets if targets.dim() == 2 else targets.unsqueeze(1)
 
 
 def _for_matmul(x: Tensor) -> Tensor:
@@ -130,34 +142,34 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _forward(logits: Tensor, targets: Tensor, shard: _Shard, scale: float, with_entropy: bool) -> tuple[Tensor, ...]:
-    """Statistics of logits * scale over the whole vocabulary: log-prob, log-sum-exp, entropy; [N] each.
+    """Statistics of logits * scale over the whole vocabulary: log-probs [N, K], log-sum-exp and entropy [N].
 
-    logits: [N, valid columns], any float dtype; not changed.
+    logits: [N, valid columns], any float dtype; not changed. targets: [N, K].
     """
-    n = logits.size(0)
+    n, k = targets.shape
     column, here = shard.local(targets)
-    # Maximum, then sum of exp, target logit and sum of exp * logit, all relative to the maximum.
+    # Maximum, then sum of exp, sum of exp * logit and the targets' logits, all relative to the maximum.
     wide = _wide(logits.dtype)
     top = torch.full((n,), -torch.inf, dtype=wide, device=logits.device)
     if shard.valid:
         top = logits.amax(dim=1).to(wide) * scale
     shard.reduce(top, dist.ReduceOp.MAX)
-    sums = torch.zeros((3, n), dtype=wide, device=logits.device)
+    sums = torch.zeros((2 + k, n), dtype=wide, device=logits.device)
     if shard.valid:
         for rows in _blocks(logits):
             z = _scaled(logits[rows], scale)
             z.sub_(top[rows, None])
-            sums[1, rows] = z.gather(1, column[rows, None]).squeeze(1) * here[rows]
+            sums[2:, rows] = (z.gather(1, column[rows]) * here[rows]).t()
             if with_entropy:
                 e = z.exp()
-                sums[2, rows] = torch.linalg.vecdot(e, z)
+                sums[1, rows] = torch.linalg.vecdot(e, z)
             else:
                 e = z.exp_()
             sums[0, rows] = e.sum(dim=1)
     shard.reduce(sums, dist.ReduceOp.SUM)
     log_sum = sums[0].log()
-    entropy = log_sum - sums[2] / sums[0]
-    return sums[1] - log_sum, log_sum + top, entropy
+    entropy = log_sum - sums[1] / sums[0]
+    return (sums[2:] - log_sum).t(), log_sum + top, entropy
 
 
 def _backward(
@@ -171,10 +183,14 @@ def _backward(
     grad_entropy: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Writes the gradient with respect to `logits` into `out` [N, valid columns], of any float dtype."""
+    """Writes the gradient with respect to `logits` into `out` [N, valid columns], of any float dtype.
+
+    targets and grad_lp: [N, K]; log_z, entropy and grad_entropy: [N].
+    """
     if not shard.valid:
         return  # this rank holds padding only
     column, here = shard.local(targets)
+    row_lp = None if grad_lp is None else grad_lp.sum(1)  # of a row's log-probs, each of which has the same -p
     for rows in _blocks(logits):
         z = _scaled(logits[rows], scale)
         z.sub_(log_z[rows, None])  # log p
@@ -182,14 +198,14 @@ def _backward(
             assert entropy is not None
             p = z.exp()
             z.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-            if grad_lp is not None:
-                z.add_(grad_lp[rows, None])
+            if row_lp is not None:
+                z.add_(row_lp[rows, None])
             grad = z.mul_(p)
         else:
-            assert grad_lp is not None
-            grad = z.exp_().mul_(grad_lp[rows, None])
+            assert row_lp is not None
+            grad = z.exp_().mul_(row_lp[rows, None])
         if grad_lp is not None:
-            grad.scatter_add_(1, column[rows, None], -(grad_lp[rows] * here[rows])[:, None])
+            grad.scatter_add_(1, column[rows], -(grad_lp[rows] * here[rows]))
         out[rows] = grad.mul_(-scale)
 
 
@@ -209,20 +225,19 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         n = hidden.size(0)
         w = _for_matmul(weight[: shard.valid])
-        stats = torch.empty((3, n), dtype=_wide(hidden.dtype), device=hidden.device)
+        log_probs = torch.empty(targets.shape, dtype=_wide(hidden.dtype), device=hidden.device)
+        log_z, entropy = log_probs.new_empty(n), log_probs.new_empty(n)
         buffer = w.new_empty((min(chunk, n), w.size(0)))  # one for all chunks: fresh pages are slow on a CPU
         last = max(0, (n - 1) // chunk * chunk)
         for start in range(0, n, chunk):
             rows = slice(start, min(start + chunk, n))
             logits = torch.mm(_for_matmul(hidden[rows]), w.t(), out=buffer[: rows.stop - start])
-            for i, value in enumerate(_forward(logits, targets[rows], shard, scale, with_entropy)):
-                stats[i, rows] = value
-        log_probs, log_z, entropy = stats.unbind(0)
+            log_probs[rows], log_z[rows], entropy[rows] = _forward(logits, targets[rows], shard, scale, with_entropy)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy if with_entropy else None)
         ctx.shard, ctx.scale, ctx.chunk = shard, scale, chunk
         ctx.buffer, ctx.kept = buffer, last  # the buffer holds the logits of rows from `last` on
         ctx.set_materialize_grads(False)
-        return log_probs.clone(), entropy.clone() if with_entropy else None
+        return log_probs, entropy.clone() if with_entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -261,7 +276,12 @@ def _rows_with_gradient(grad_lp: Tensor | None, grad_entropy: Tensor | None, lik
     grads = [g for g in (grad_lp, grad_entropy) if g is not None]
     if not grads:
         return torch.zeros(0, dtype=torch.long, device=like.device)
-    return torch.stack([g != 0 for g in grads]).any(0).nonzero().squeeze(1)
+    return _reached(grads).nonzero().squeeze(1)
+
+
+def _reached(grads: list[Tensor]) -> Tensor:
+    """bool [N]: rows where any of the gradients, [N] or [N, K], is not 0."""
+    return torch.stack([(g != 0).any(1) if g.dim() == 2 else g != 0 for g in grads]).any(0)
 
 
 class _ProductSum:
@@ -307,6 +327,5 @@ class _LogitsLogProbs(torch.autograd.Function):
         if grads:
             valid = ctx.shard.valid
             _backward(logits[:, :valid], targets, ctx.shard, 1.0, log_z, entropy, grad_lp, grad_entropy, out[:, :valid])
-            reached = torch.stack([g != 0 for g in grads]).any(0)
-            out.masked_fill_(~reached[:, None], 0.0)  # masked rows may hold NaN
+            out.masked_fill_(~_reached(grads)[:, None], 0.0)  # masked rows may hold NaN
         return out, None, None, None

@@ -179,18 +179,19 @@ class MegatronTrainActor:
         if given is not None and self.ranks.is_last_stage:
             columns["values"] = data.of_samples(given, rank_data.samples)
         if args.loss_type != "sft_loss":
-            if "teacher" in self._frozen and "teacher_log_probs" in columns:
+            if "teacher" in self._frozen and columns.keys() & {"teacher_log_probs", "teacher_topk_log_probs"}:
                 raise ValueError(
-                    "samples carry teacher_log_probs, and --opd-teacher-load would compute them: choose one"
+                    "samples carry a teacher's log-probs, and --opd-teacher-load would compute them: choose one"
                 )
             with self._on_device():
                 passes = self._log_prob_plan(columns, plans)
                 for name in self._frozen:
                     with timers(f"{name}_log_probs_time"), self._frozen_weights(name):
-                        columns |= self._log_probs(columns, passes, f"{name}_log_probs", f"{name}_")
+                        topk = args.distill_topk if name == "teacher" else None
+                        columns |= self._log_probs(columns, passes, f"{name}_", topk)
                 if not self._old_log_probs_come_with_the_step(len(plans)):
                     with timers("log_probs_time"):
-                        columns |= self._log_probs(columns, passes, "log_probs", "")
+                        columns |= self._log_probs(columns, passes, "")
                 if args.rounding_probe and self._probe is None:
                     with timers("rounding_probe_time"):
                         self._probe = self._probe_rounding(columns, passes)
@@ -260,8 +261,7 @@ class MegatronTrainActor:
         args = self.args
         early = (
             args.kl_coef
-            or args.advantage_estimator == "on_policy_distillation"
-            or args.opd_kl_coef
+            or ((args.advantage_estimator == "on_policy_distillation" or args.opd_kl_coef) and not args.distill_topk)
             or args.custom_advantage_function_path
             or args.rollout_data_postprocess_path
             or args.custom_megatron_before_log_prob_hook_path
@@ -295,17 +295,19 @@ class MegatronTrainActor:
         return self._pad(packed)
 
     def _log_probs(
-        self, columns: dict[str, Any], plan: list[list[int]], name: str, prefix: str
+        self, columns: dict[str, Any], plan: list[list[int]], prefix: str, topk: int | None = None
     ) -> dict[str, list[torch.Tensor]]:
+        """Columns of the model whose weights are in now, each name after `prefix`; see `compute_log_probs`."""
         if (hook := load_hook(self.args, "custom_megatron_before_log_prob_hook_path")) is not None:
             hook(self.args, self.model, prefix)
         batches = data.MicroBatches(columns, plan, self._multiple, self._context)
-        out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]))
-        return {name: out["log_probs"]} if out else {}
+        out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]), topk=topk)
+        return {f"{prefix}{name}": values for name, values in out.items()}
 
     def _probe_rounding(self, columns: dict[str, Any], plan: list[list[int]]) -> dict[str, float]:
         def log_probs() -> dict[str, list[torch.Tensor]]:
-            return self._log_probs(columns, plan, "log_probs", "rounding_probe_")
+            out = self._log_probs(columns, plan, "rounding_probe_")
+            return {name.removeprefix("rounding_probe_"): values for name, values in out.items()}
 
         return probe_rounding(self.model, training_regions(self.args), columns, log_probs)
 

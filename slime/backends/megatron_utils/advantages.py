@@ -52,12 +52,13 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> N
         advantages = formulas.get_reinforce_plus_plus_baseline_advantages(rewards, kl, masks, args.kl_coef)
         returns = list(advantages)
     elif estimator == "on_policy_distillation":
-        advantages = _distillation(args, rollout_data)
+        # Over the teacher's most likely tokens it is a term of the loss, which no advantage can express.
+        advantages = [0 * k for k in kl] if args.distill_topk else _distillation(args, rollout_data)
         returns = list(advantages)
     else:
         raise ConfigError(f"--advantage-estimator {estimator!r} is unknown")
 
-    if args.opd_kl_coef:
+    if args.opd_kl_coef and not args.distill_topk:
         distilled = _distillation(args, rollout_data)
         advantages = [a + args.opd_kl_coef * d for a, d in zip(advantages, distilled, strict=True)]
     if "token_advantages" in rollout_data:

@@ -8,6 +8,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from slime.utils.vocab_parallel import linear_log_probs_and_entropy
+from slime.utils.vocab_topk import linear_topk_log_probs
 
 _ABSENT = -1e30  # logit of a padded vocabulary column: its probability is exactly zero, and 0 * logit is finite
 
@@ -60,9 +61,9 @@ class DeferredLogits:
     def log_probs_and_entropy(
         self, rows: Tensor, targets: Tensor, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """log softmax(logits[rows] / temperature) at `targets`, and its entropy in nats: float32 [N]; inputs int64.
+        """log softmax(logits[rows] / temperature) at `targets`, and its entropy in nats, float32.
 
-        Asking again for the same rows costs nothing.
+        rows: int64 [N]; targets and their log-probs: [N] or [N, K]. Asking again for the same costs nothing.
         """
         if self._last is not None:
             old_rows, old_targets, log_probs, entropy = self._last
@@ -81,6 +82,18 @@ class DeferredLogits:
         )
         self._last = (rows, targets, log_probs, entropy)
         return log_probs, entropy
+
+    def topk_log_probs(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of log softmax(logits[rows] / temperature) and their ids: float32 and int64 [N, k]."""
+        return linear_topk_log_probs(
+            self.hidden[rows],
+            self.weight,
+            k,
+            tp_group=self.tp_group,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            vocab_size=self.vocab_size,
+        )
 
 
 def full_logits(logits: Tensor, model: Any, *, temperature: float) -> Tensor:

@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.advantages import compute_advantages_and_retu
 from slime.backends.megatron_utils.cp_utils import ResponsePart, context_parallel, response_part
 from slime.config.errors import ConfigError
 from slime.config.hooks import load_hook
+from slime.utils.distillation import compute_topk_kl, select_rows
 from slime.utils.importance import vanilla_tis_function
 from slime.utils.kl import compute_approx_kl
 from slime.utils.masked import SumOfSampleMean, masked_sum, select
@@ -31,11 +32,14 @@ from slime.utils.policy_loss import (
     compute_value_loss,
 )
 from slime.utils.vocab_parallel import vocab_parallel_log_probs_and_entropy
+from slime.utils.vocab_topk import vocab_parallel_topk_log_probs
 
 __all__ = [
     "compute_advantages_and_returns",
+    "distilled_ids",
     "get_log_probs_and_entropy",
     "get_responses",
+    "get_topk_log_probs",
     "get_values",
     "log_probs_of",
     "loss_function",
@@ -103,11 +107,14 @@ def get_log_probs_and_entropy(
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     max_seq_lens: Sequence[int] | None = None,
+    token_ids: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probs of the response tokens and, where asked for, the entropy of their distributions.
 
     logits: a tensor [1, T / cp, V / tp] already divided by the rollout temperature, or a DeferredLogits.
-    Returns (an empty tensor, {"log_probs": list, "entropy": list}), float32 [R] per sample.
+    token_ids: K other tokens per response token, [R, K] integers per sample, whose log-probs are wanted too.
+    Returns (an empty tensor, {"log_probs": list, "entropy": list}), float32 [R] per sample; with token_ids also
+    "token_log_probs", float32 [R, K]. All carry gradients.
     """
     here = unconcat_tokens[0].device
     part = _response_part(args, logits, total_lengths, response_lengths)
@@ -115,19 +122,37 @@ def get_log_probs_and_entropy(
     targets = torch.cat(
         [tokens[len(tokens) - n :] for tokens, n in zip(unconcat_tokens, response_lengths, strict=True)]
     )[part.places.to(here)]
+    if token_ids is not None:
+        others = torch.cat(list(token_ids)).to(here)[part.places.to(here)].long()
+        if others.dim() == 1:  # no sample here has a response, or none at all: nothing says what K is
+            others = others.unsqueeze(1)
+        targets = torch.cat([targets.unsqueeze(1), others], dim=1)
     if isinstance(logits, Tensor):
         log_probs, entropy = vocab_parallel_log_probs_and_entropy(
             logits.squeeze(0)[rows], targets, tp_group=_tensor_parallel_group(), with_entropy=with_entropy
         )
     else:
         log_probs, entropy = logits.log_probs_and_entropy(rows, targets, with_entropy)
-    out = {"log_probs": list(part.whole(log_probs).split(list(response_lengths)))}
+    lengths, log_probs = list(response_lengths), part.whole(log_probs)
+    if token_ids is None:
+        out = {"log_probs": list(log_probs.split(lengths))}
+    else:
+        out = {
+            "log_probs": list(log_probs[:, 0].split(lengths)),
+            "token_log_probs": list(log_probs[:, 1:].split(lengths)),
+        }
     if entropy is not None:
-        out["entropy"] = list(part.whole(entropy).split(list(response_lengths)))
+        out["entropy"] = list(part.whole(entropy).split(lengths))
     return torch.empty(0, device=here), out
 
 
-def log_probs_of(args: Any, batch: dict[str, Any], logits: Any, with_entropy: bool = False) -> dict[str, list[Tensor]]:
+def log_probs_of(
+    args: Any,
+    batch: dict[str, Any],
+    logits: Any,
+    with_entropy: bool = False,
+    token_ids: Sequence[Tensor] | None = None,
+) -> dict[str, list[Tensor]]:
     """The dict of `get_log_probs_and_entropy` of a micro-batch's own tokens."""
     return get_log_probs_and_entropy(
         logits,
@@ -136,7 +161,34 @@ def log_probs_of(args: Any, batch: dict[str, Any], logits: Any, with_entropy: bo
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
         with_entropy=with_entropy,
+        token_ids=token_ids,
     )[1]
+
+
+def distilled_ids(args: Any, batch: dict[str, Any]) -> list[Tensor] | None:
+    """The token ids [R, K] per sample at which the policy loss distils; None without --distill-topk."""
+    if not args.distill_topk:
+        return None
+    rows = zip(_rows_of_k(args, batch, "teacher_topk_indices"), batch["loss_masks"], strict=True)
+    return [torch.where(mask.unsqueeze(1) > 0, ids, 0) for ids, mask in rows]
+
+
+@torch.no_grad()
+def get_topk_log_probs(
+    logits: Any, k: int, *, args: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> dict[str, list[Tensor]]:
+    """The k most likely tokens at each response token, most likely first; logits as in `get_log_probs_and_entropy`.
+
+    Returns {"topk_log_probs": float32 [R, k] per sample, "topk_indices": int32 [R, k]}.
+    """
+    part = _response_part(args, logits, total_lengths, response_lengths)
+    rows = part.rows.to(logits.device)
+    if isinstance(logits, Tensor):
+        log_probs, ids = vocab_parallel_topk_log_probs(logits.squeeze(0)[rows], k, tp_group=_tensor_parallel_group())
+    else:
+        log_probs, ids = logits.topk_log_probs(rows, k)
+    whole = {"topk_log_probs": part.whole(log_probs), "topk_indices": part.whole(ids.int())}
+    return {name: list(x.split(list(response_lengths))) for name, x in whole.items()}
 
 
 def get_values(
@@ -154,11 +206,12 @@ def policy_loss_function(
     """PPO-clip, GSPO or CISPO, with importance weights, KL loss and entropy bonus as the flags say.
 
     batch needs advantages and log_probs (or rollout_log_probs with --use-rollout-logprobs); ref_log_probs for the KL
-    loss; rollout_log_probs for TIS. A user's `token_weights` multiply the policy term.
+    loss; rollout_log_probs for TIS; teacher_topk_* for --distill-topk. A user's `token_weights` multiply the policy
+    term and the distillation.
     """
     masks: list[Tensor] = batch["loss_masks"]
     mask = torch.cat(masks)
-    out = log_probs_of(args, batch, logits, with_entropy=True)
+    out = log_probs_of(args, batch, logits, with_entropy=True, token_ids=distilled_ids(args, batch))
     log_probs = select(torch.cat(out["log_probs"]), mask)
     entropy = select(torch.cat(out["entropy"]), mask)
     advantages = _column(batch, "advantages", mask)
@@ -189,7 +242,16 @@ def policy_loss_function(
     if "token_weights" in batch:
         pg_loss = pg_loss * _column(batch, "token_weights", mask)
     loss = pg_mean = _pg_reducer(args, batch, sum_of_sample_mean)(pg_loss)
+    token_mean = _token_mean(sum_of_sample_mean)
 
+    if args.distill_topk:
+        teacher = select_rows(torch.cat(_rows_of_k(args, batch, "teacher_topk_log_probs")), mask)
+        distil = compute_topk_kl(select_rows(torch.cat(out["token_log_probs"]), mask), teacher)
+        metrics |= {"distill_kl": token_mean(distil), "distill_teacher_mass": token_mean(teacher.exp().sum(1))}
+        if "token_weights" in batch:
+            distil = distil * _column(batch, "token_weights", mask)
+        only = args.advantage_estimator == "on_policy_distillation"
+        loss = loss + (1.0 if only else args.opd_kl_coef) * sum_of_sample_mean(distil)
     if args.entropy_coef:
         loss = loss - args.entropy_coef * sum_of_sample_mean(entropy)
     if args.use_kl_loss:
@@ -199,7 +261,6 @@ def policy_loss_function(
         loss = loss + args.kl_loss_coef * kl_mean
         metrics["kl_loss"] = kl_mean
 
-    token_mean = _token_mean(sum_of_sample_mean)
     metrics |= {
         "loss": loss,
         "pg_loss": pg_mean,
@@ -304,10 +365,18 @@ def loss_function(args: Any, batch: dict[str, Any], step: Any, logits: Any) -> t
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
+
+def _rows_of_k(args: Any, batch: dict[str, Any], name: str) -> list[Tensor]:
+    """A column of [R, K]; [1, K] zeros for the dummy of a rank without samples, which does not know K."""
+    return [x if x.dim() == 2 else x.new_zeros((x.numel(), args.distill_topk)) for x in _list(batch, name)]
+
+
 _NEEDED_FOR = {
     "rollout_log_probs": "the engine's log-probs (--use-rollout-logprobs, --use-tis)",
     "ref_log_probs": "the reference model's log-probs (--use-kl-loss)",
     "teacher_log_probs": "a teacher's log-probs (--advantage-estimator on_policy_distillation)",
+    "teacher_topk_log_probs": "a teacher's most likely tokens (--distill-topk)",
+    "teacher_topk_indices": "a teacher's most likely tokens (--distill-topk)",
     "advantages": "advantages (compute_advantages_and_returns)",
     "values": "a critic's values (--advantage-estimator ppo)",
 }

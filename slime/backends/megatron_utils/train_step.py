@@ -13,7 +13,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.backends.megatron_utils.data import MicroBatch, MicroBatches
 from slime.backends.megatron_utils.device import current_device
 from slime.backends.megatron_utils.head import DeferredLogits, full_logits
-from slime.backends.megatron_utils.loss import get_values, log_probs_of, loss_function
+from slime.backends.megatron_utils.loss import (
+    distilled_ids,
+    get_topk_log_probs,
+    get_values,
+    log_probs_of,
+    loss_function,
+)
 from slime.backends.megatron_utils.model import unwrap
 from slime.backends.megatron_utils.value_head import ValueHead
 
@@ -63,15 +69,26 @@ def _run(
 
 
 def compute_log_probs(
-    args: Any, model: list[Any], micro_batches: MicroBatches, num_samples: int, with_entropy: bool = False
+    args: Any,
+    model: list[Any],
+    micro_batches: MicroBatches,
+    num_samples: int,
+    with_entropy: bool = False,
+    topk: int | None = None,
 ) -> dict[str, list[torch.Tensor]]:
     """Log-probs of all responses, on the last pipeline stage (elsewhere an empty dict).
 
-    Returns "log_probs" (and "entropy"): float32 [response_length] per sample, in the order of the rank's columns.
+    Returns "log_probs" (and "entropy"): float32 [response_length] per sample, in the order of the rank's columns; with
+    `topk` also "topk_log_probs" and "topk_indices", [response_length, topk], of the model's most likely tokens. Where
+    samples have `token_ids` (a user's field, [response_length, K]), also "token_log_probs" of the same shape.
     """
 
     def read(logits: Any, batch: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
-        return log_probs_of(args, batch, logits, with_entropy)
+        out = log_probs_of(args, batch, logits, with_entropy, batch.get("token_ids"))
+        if topk is not None:
+            lengths = {name: batch[name] for name in ("total_lengths", "response_lengths")}
+            out |= get_topk_log_probs(logits, topk, args=args, **lengths)
+        return out
 
     return _forward_columns(args, model, micro_batches, num_samples, read)
 
@@ -168,7 +185,8 @@ def train_one_step(
 def _use_current_as_old(args: Any, all_: MicroBatches, micro_batch: MicroBatch, logits: Any) -> None:
     """Takes the old log-probs from this very pass and keeps them in the data; the logits remember them for the loss."""
     batch = micro_batch.batch
-    batch["log_probs"] = [x.detach() for x in log_probs_of(args, batch, logits, with_entropy=True)["log_probs"]]
+    out = log_probs_of(args, batch, logits, with_entropy=True, token_ids=distilled_ids(args, batch))
+    batch["log_probs"] = [x.detach() for x in out["log_probs"]]
     all_.keep("log_probs", micro_batch.samples, batch["log_probs"])
 
 
