@@ -223,7 +223,7 @@ def _per_token(
                 "%s is left out of this rollout: %d samples have none, the first is %s", name, len(lacking), first
             )
         return None
-    if all(getattr(s, name) is None for s in samples):
+    if needed_for is None and all(getattr(s, name) is None for s in samples):
         return None
     empty = (np.zeros(s.response_length) if getattr(s, name) is None else getattr(s, name) for s in samples)
     return [np.asarray(values, np.float32) for values in empty]
