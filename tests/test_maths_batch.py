@@ -120,7 +120,8 @@ def test_ragged_groups_by_id():
 )
 def test_estimators(estimator, raw, expected):
     args = Args(advantage_estimator=estimator, disable_rewards_normalization=raw)
-    assert samples_to_columns(args, group([1.0, 0.0]))["rewards"] == pytest.approx(expected, abs=1e-5)
+    samples = group([1.0, 0.0], teacher_log_probs=[-1.0] * 3)
+    assert samples_to_columns(args, samples)["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_raw_streams():
