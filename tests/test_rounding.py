@@ -185,7 +185,7 @@ def _passes(rank, world, port, args, subsets, train_too):
     for regions in subsets:
         if regions is not None:
             set_regions(actor.model, regions)
-        found = actor._log_probs(columns, plan, "log_probs", "")
+        found = actor._log_probs(columns, plan, "")
         if found:
             out.append(dict(zip(mine.samples, [x.numpy() for x in found["log_probs"]], strict=True)))
     metrics = actor.train(0, mine) if train_too else None
