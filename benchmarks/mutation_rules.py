@@ -52,6 +52,27 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         for line in ("compute_approx_kl((lp)", "(ref), args.kl_loss_type")
     ),
     ("slime/backends/megatron_utils/advantages.py", "values = [(v.float())", "GAE does not read masked tokens"),
+    ("slime/data/batch.py", "enumerate([np.roll(x, 1) for x in masks]) if mask.any()", "any() knows no order"),
+    *(
+        ("slime/utils/policy_loss.py", line, "masked_mean drops what is masked, and a comparison passes no gradient")
+        for line in ("select(old, mask) - (new.detach())", "(old) - select(new.detach(), mask)")
+    ),
+    ("slime/utils/importance.py", '"tis_abs": ((1) - (weight)).abs()', "an absolute difference"),
+    *(
+        (
+            "slime/utils/importance.py",
+            line,
+            "each use of the log-ratio drops masked tokens again, and none has a gradient",
+        )
+        for line in ("select(new.detach(), mask) - (old)", "(new.detach()) - select(old, mask)")
+    ),
+    ("slime/utils/masked.py", "total((((mean) - (flat)) ** 2).sum()", "a square"),
+    (
+        "slime/utils/masked.py",
+        "return (((v).double() - mean - rest) / std)",
+        "masked entries are dropped after it as well",
+    ),
+    ("slime/utils/masked.py", "[x.roll(1) for x in loss_masks][0].device", "the same device"),
     ("slime/utils/policy_loss.py", "outside = (log_ratio.abs()", "a comparison passes no gradient"),
     ("slime/utils/policy_loss.py", "torch.where(advantages <= 0", "loss and gradient of an advantage of 0 are 0"),
     (
