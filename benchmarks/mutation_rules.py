@@ -35,6 +35,7 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
     "slime/data/batch.py": ([BATCH], []),
     "slime/backends/megatron_utils/advantages.py": ([LOSS], []),
     "slime/backends/megatron_utils/loss.py": ([LOSS, "tests/test_plugins_combine.py"], [CONTEXT_RANKS]),
+    "slime/backends/megatron_utils/log_probs.py": ([LOSS, "tests/test_maths_distillation.py"], [CONTEXT_RANKS]),
     "slime/backends/megatron_utils/cp_utils.py": ([CONTEXT, LOSS], [CONTEXT_RANKS]),
 }
 

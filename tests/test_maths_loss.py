@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.backends.megatron_utils import loss as L
+from slime.backends.megatron_utils.log_probs import response_rows
 from slime.config import Args
 from slime.data.schedule import make_schedule, split_for_ranks
 from slime.utils.masked import SumOfSampleMean
@@ -377,8 +378,8 @@ def test_log_prob_of_a_token_comes_from_the_row_before_it(parts, seed):
 def test_a_response_without_prompt_is_named():
     for response in (2, -1):
         with pytest.raises(ValueError, match=f"sample 1 of the micro-batch: {response} response tokens of 2"):
-            L.response_rows([3, 2], [1, response])
-    assert L.response_rows([], []).dtype == torch.int64 and L.response_rows([], []).shape == (0,)
+            response_rows([3, 2], [1, response])
+    assert response_rows([], []).dtype == torch.int64 and response_rows([], []).shape == (0,)
 
 
 # -- what is missing or wrong -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.cp_utils import (
     response_part,
     slice_log_prob_with_cp,
 )
-from slime.backends.megatron_utils.loss import response_rows
+from slime.backends.megatron_utils.log_probs import response_rows
 
 CUTS = [ContextParallel(0, size, contiguous) for size in (2, 3, 4) for contiguous in (False, True)]
 LENGTHS = [(1, 0), (3, 2), (9, 8), (13, 4), (2, 1), (30, 17)]  # total and response

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,8 @@ class MegatronTrainActor:
                 for name in self._frozen:
                     with timers(f"{name}_log_probs_time"), self._frozen_weights(name):
                         topk = args.distill_topk if name == "teacher" else None
-                        columns |= self._log_probs(columns, passes, f"{name}_", topk)
+                        found = self._log_probs(columns, passes, f"{name}_", topk)
+                        columns |= {f"{name}_{column}": values for column, values in found.items()}
                 if not self._old_log_probs_come_with_the_step(len(plans)):
                     with timers("log_probs_time"):
                         columns |= self._log_probs(columns, passes, "")
@@ -297,18 +299,14 @@ class MegatronTrainActor:
     def _log_probs(
         self, columns: dict[str, Any], plan: list[list[int]], prefix: str, topk: int | None = None
     ) -> dict[str, list[torch.Tensor]]:
-        """Columns of the model whose weights are in now, each name after `prefix`; see `compute_log_probs`."""
+        """`compute_log_probs` with the weights that are in now; the hook hears `prefix`, which says whose they are."""
         if (hook := load_hook(self.args, "custom_megatron_before_log_prob_hook_path")) is not None:
             hook(self.args, self.model, prefix)
         batches = data.MicroBatches(columns, plan, self._multiple, self._context)
-        out = train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]), topk=topk)
-        return {f"{prefix}{name}": values for name, values in out.items()}
+        return train_step.compute_log_probs(self.args, self.model, batches, len(columns["tokens"]), topk=topk)
 
     def _probe_rounding(self, columns: dict[str, Any], plan: list[list[int]]) -> dict[str, float]:
-        def log_probs() -> dict[str, list[torch.Tensor]]:
-            out = self._log_probs(columns, plan, "rounding_probe_")
-            return {name.removeprefix("rounding_probe_"): values for name, values in out.items()}
-
+        log_probs = functools.partial(self._log_probs, columns, plan, "rounding_probe_")
         return probe_rounding(self.model, training_regions(self.args), columns, log_probs)
 
     def _perf(self, timers: Timers, columns: dict[str, Any]) -> dict[str, float]:

@@ -13,13 +13,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.backends.megatron_utils.data import MicroBatch, MicroBatches
 from slime.backends.megatron_utils.device import current_device
 from slime.backends.megatron_utils.head import DeferredLogits, full_logits
-from slime.backends.megatron_utils.loss import (
-    distilled_ids,
-    get_topk_log_probs,
-    get_values,
-    log_probs_of,
-    loss_function,
-)
+from slime.backends.megatron_utils.log_probs import get_topk_log_probs, get_values, log_probs_of
+from slime.backends.megatron_utils.loss import distilled_ids, loss_function
 from slime.backends.megatron_utils.model import unwrap
 from slime.backends.megatron_utils.value_head import ValueHead
 
