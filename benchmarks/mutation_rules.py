@@ -31,6 +31,7 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
     "slime/utils/rewards.py": ([REWARDS, BATCH], []),
     "slime/utils/ppo_utils.py": ([FORMULAS, VOCAB], []),
     "slime/utils/vocab_parallel.py": ([VOCAB, LOSS], [VOCAB_RANKS]),
+    "slime/utils/vocab_shard.py": ([VOCAB, LOSS], [VOCAB_RANKS]),
     "slime/data/schedule.py": ([SCHEDULE, LOSS], []),
     "slime/data/batch.py": ([BATCH], []),
     "slime/backends/megatron_utils/advantages.py": ([LOSS], []),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from slime.utils import vocab_parallel
+from slime.utils import vocab_shard
 from slime.utils.vocab_parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
 from slime.utils.vocab_topk import linear_topk_log_probs, vocab_parallel_topk_log_probs
 
@@ -152,7 +152,7 @@ def test_backward_twice_over_a_retained_graph():
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * 7 * 2])  # each row by itself; two rows at a time
 def test_rows_in_several_blocks_and_a_chunk_size_of_nothing(monkeypatch, block_bytes):
-    monkeypatch.setattr(vocab_parallel, "_CPU_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(vocab_shard, "_CPU_BLOCK_BYTES", block_bytes)
     hidden, weight, targets, g_lp, g_ent = problem(5, 7, 3)
     want = reference(hidden, weight, targets)
     expected = grads(want, (g_lp, g_ent), (hidden, weight))

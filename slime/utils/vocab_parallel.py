@@ -9,15 +9,13 @@ Two autograd functions with the same arithmetic, in float32 whatever the input's
 With logits z, p = softmax(z), H = -sum p log p:  d log p_t / dz_v = [v = t] - p_v  and  dH / dz_v = -p_v (log p_v + H).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Rows whose float32 logits are in work at once on a CPU: they stay in its cache between the passes over them.
-_CPU_BLOCK_BYTES = 4 * 1024**2
+from slime.utils.vocab_shard import VocabShard, cache_blocks, for_matmul, scaled_copy, softmax_statistics, wide_dtype
 
 
 def linear_log_probs_and_entropy(
@@ -47,8 +45,7 @@ def linear_log_probs_and_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not fit: "
             "expected [N, H], [V / tp, H] and [N] or [N, K]"
         )
-    group = _group(tp_group)
-    shard = _Shard(group, weight.size(0), vocab_size)
+    shard = VocabShard(tp_group, weight.size(0), vocab_size)
     shard.check(targets)
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, _per_row(targets), shard, 1.0 / temperature, max(1, chunk_size), with_entropy
@@ -72,38 +69,10 @@ def vocab_parallel_log_probs_and_entropy(
         raise ValueError(
             f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: expected [N, V / tp] and [N] or [N, K]"
         )
-    shard = _Shard(_group(tp_group), logits.size(1), vocab_size)
+    shard = VocabShard(tp_group, logits.size(1), vocab_size)
     shard.check(targets)
     log_probs, entropy = _LogitsLogProbs.apply(logits, _per_row(targets), shard, with_entropy)
     return log_probs.reshape(targets.shape), entropy
-
-
-class _Shard:
-    """This rank's columns of the vocabulary: ids from `start`, the first `valid` of them real."""
-
-    def __init__(self, group: Any, columns: int, vocab_size: int | None) -> None:
-        self.group = group
-        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-        self.start = rank * columns
-        self.vocab_size = columns * size if vocab_size is None else vocab_size
-        self.valid = max(0, min(columns, self.vocab_size - self.start))
-
-    def check(self, targets: Tensor) -> None:
-        if targets.device.type == "cpu" and targets.numel():  # on a GPU this would wait for the device
-            low, high = int(targets.min()), int(targets.max())
-            if low < 0 or high >= self.vocab_size:
-                raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size}")
-
-    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(column of each target here, 0 where it lives on another rank; whether it lives here), of their shape."""
-        column = targets - self.start
-        here = (column >= 0) & (column < self.valid)
-        return torch.where(here, column, 0), here
-
-    def reduce(self, x: Tensor, op: Any) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(x, op=op, group=self.group)
-        return x
 
 
 def _per_row(targets: Tensor) -> Tensor:
@@ -111,71 +80,10 @@ def _per_row(targets: Tensor) -> Tensor:
     return targets if targets.dim() == 2 else targets.unsqueeze(1)
 
 
-def _for_matmul(x: Tensor) -> Tensor:
-    """x itself; in float32 on a CPU without instructions for half precision, where torch is up to 100 times slower."""
-    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return x
-    return x.float()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _scaled(logits: Tensor, scale: float) -> Tensor:
-    """A fresh wide tensor, logits * scale."""
-    return logits.to(_wide(logits.dtype), copy=True).mul_(scale)
-
-
-def _group(tp_group: Any) -> Any:
-    return tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
-
-
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows small enough for a CPU's cache; all rows at once on a GPU."""
-    rows = logits.size(0)
-    if logits.device.type == "cpu":
-        step = max(1, _CPU_BLOCK_BYTES // (4 * max(1, logits.size(1))))
-    else:
-        step = max(1, rows)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def _forward(logits: Tensor, targets: Tensor, shard: _Shard, scale: float, with_entropy: bool) -> tuple[Tensor, ...]:
-    """Statistics of logits * scale over the whole vocabulary: log-probs [N, K], log-sum-exp and entropy [N].
-
-    logits: [N, valid columns], any float dtype; not changed. targets: [N, K].
-    """
-    n, k = targets.shape
-    column, here = shard.local(targets)
-    # Maximum, then sum of exp, sum of exp * logit and the targets' logits, all relative to the maximum.
-    wide = _wide(logits.dtype)
-    top = torch.full((n,), -torch.inf, dtype=wide, device=logits.device)
-    if shard.valid:
-        top = logits.amax(dim=1).to(wide) * scale
-    shard.reduce(top, dist.ReduceOp.MAX)
-    sums = torch.zeros((2 + k, n), dtype=wide, device=logits.device)
-    if shard.valid:
-        for rows in _blocks(logits):
-            z = _scaled(logits[rows], scale)
-            z.sub_(top[rows, None])
-            sums[2:, rows] = (z.gather(1, column[rows]) * here[rows]).t()
-            if with_entropy:
-                e = z.exp()
-                sums[1, rows] = torch.linalg.vecdot(e, z)
-            else:
-                e = z.exp_()
-            sums[0, rows] = e.sum(dim=1)
-    shard.reduce(sums, dist.ReduceOp.SUM)
-    log_sum = sums[0].log()
-    entropy = log_sum - sums[1] / sums[0]
-    return (sums[2:] - log_sum).t(), log_sum + top, entropy
-
-
 def _backward(
     logits: Tensor,
     targets: Tensor,
-    shard: _Shard,
+    shard: VocabShard,
     scale: float,
     log_z: Tensor,
     entropy: Tensor | None,
@@ -191,8 +99,8 @@ def _backward(
         return  # this rank holds padding only
     column, here = shard.local(targets)
     row_lp = None if grad_lp is None else grad_lp.sum(1)  # of a row's log-probs, each of which has the same -p
-    for rows in _blocks(logits):
-        z = _scaled(logits[rows], scale)
+    for rows in cache_blocks(logits):
+        z = scaled_copy(logits[rows], scale)
         z.sub_(log_z[rows, None])  # log p
         if grad_entropy is not None:
             assert entropy is not None
@@ -218,21 +126,23 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        shard: _Shard,
+        shard: VocabShard,
         scale: float,
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         n = hidden.size(0)
-        w = _for_matmul(weight[: shard.valid])
-        log_probs = torch.empty(targets.shape, dtype=_wide(hidden.dtype), device=hidden.device)
+        w = for_matmul(weight[: shard.valid])
+        log_probs = torch.empty(targets.shape, dtype=wide_dtype(hidden.dtype), device=hidden.device)
         log_z, entropy = log_probs.new_empty(n), log_probs.new_empty(n)
         buffer = w.new_empty((min(chunk, n), w.size(0)))  # one for all chunks: fresh pages are slow on a CPU
         last = max(0, (n - 1) // chunk * chunk)
         for start in range(0, n, chunk):
             rows = slice(start, min(start + chunk, n))
-            logits = torch.mm(_for_matmul(hidden[rows]), w.t(), out=buffer[: rows.stop - start])
-            log_probs[rows], log_z[rows], entropy[rows] = _forward(logits, targets[rows], shard, scale, with_entropy)
+            logits = torch.mm(for_matmul(hidden[rows]), w.t(), out=buffer[: rows.stop - start])
+            log_probs[rows], log_z[rows], entropy[rows] = softmax_statistics(
+                logits, targets[rows], shard, scale, with_entropy
+            )
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy if with_entropy else None)
         ctx.shard, ctx.scale, ctx.chunk = shard, scale, chunk
         ctx.buffer, ctx.kept = buffer, last  # the buffer holds the logits of rows from `last` on
@@ -244,8 +154,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_lp: Tensor | None, grad_entropy: Tensor | None = None) -> tuple[Any, ...]:
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         shard, buffer = ctx.shard, ctx.buffer
-        w = _for_matmul(weight[: shard.valid])
-        grad_hidden = torch.zeros(hidden.shape, dtype=_wide(hidden.dtype), device=hidden.device)
+        w = for_matmul(weight[: shard.valid])
+        grad_hidden = torch.zeros(hidden.shape, dtype=wide_dtype(hidden.dtype), device=hidden.device)
         sum_weight = _ProductSum(weight, shard.valid)
 
         def pick(x: Tensor | None, rows: Tensor) -> Tensor | None:
@@ -256,7 +166,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grads = pick(entropy, rows), pick(grad_lp, rows), pick(grad_entropy, rows)
             _backward(logits, targets[rows], shard, ctx.scale, log_z[rows], *grads, out=logits)
             grad_hidden[rows] = (logits @ w).to(grad_hidden.dtype)
-            sum_weight.add(logits, _for_matmul(hidden[rows]))
+            sum_weight.add(logits, for_matmul(hidden[rows]))
 
         live = _rows_with_gradient(grad_lp, grad_entropy, hidden)
         kept = live[live >= ctx.kept]
@@ -265,7 +175,7 @@ class _LinearLogProbs(torch.autograd.Function):
             add(kept, buffer[: kept.numel()] if whole else buffer[kept - ctx.kept])
         for rows in live[live < ctx.kept].split(ctx.chunk):
             if rows.numel():
-                add(rows, torch.mm(_for_matmul(hidden[rows]), w.t(), out=buffer[: rows.numel()]))
+                add(rows, torch.mm(for_matmul(hidden[rows]), w.t(), out=buffer[: rows.numel()]))
         ctx.kept = hidden.size(0)  # overwritten: a second backward over a retained graph computes all again
         shard.reduce(grad_hidden, dist.ReduceOp.SUM)
         return grad_hidden.to(hidden.dtype), sum_weight.result(), None, None, None, None, None
@@ -294,7 +204,7 @@ class _ProductSum:
     def add(self, grad: Tensor, hidden: Tensor) -> None:
         if self.total is None:
             self.total = grad.t() @ hidden
-        elif self.total.dtype == grad.dtype == _wide(grad.dtype):
+        elif self.total.dtype == grad.dtype == wide_dtype(grad.dtype):
             self.total.addmm_(grad.t(), hidden)
         else:
             self.total = self.total.float() + grad.t() @ hidden
@@ -310,9 +220,9 @@ class _ProductSum:
 class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: _Shard, with_entropy: bool
+        ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        log_probs, log_z, entropy = _forward(logits[:, : shard.valid], targets, shard, 1.0, with_entropy)
+        log_probs, log_z, entropy = softmax_statistics(logits[:, : shard.valid], targets, shard, 1.0, with_entropy)
         ctx.save_for_backward(logits, targets, log_z, entropy if with_entropy else None)
         ctx.shard = shard
         ctx.set_materialize_grads(False)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.utils.vocab_parallel import _for_matmul, _forward, _group, _Shard
+from slime.utils.vocab_shard import VocabShard, for_matmul, softmax_statistics
 
 
 @torch.no_grad()
@@ -32,9 +32,9 @@ def linear_topk_log_probs(
     Raises ValueError for a k outside [1, vocabulary].
     """
     shard = _checked_shard(tp_group, weight.size(0), vocab_size, k)
-    w = _for_matmul(weight[: shard.valid])
+    w = for_matmul(weight[: shard.valid])
     chunks = hidden.split(max(1, chunk_size))
-    parts = [_topk(_for_matmul(rows) @ w.t(), k, shard, weight.size(0), 1.0 / temperature) for rows in chunks]
+    parts = [_topk(for_matmul(rows) @ w.t(), k, shard, weight.size(0), 1.0 / temperature) for rows in chunks]
     log_probs, ids = zip(*parts, strict=True)
     return torch.cat(log_probs), torch.cat(ids)
 
@@ -48,18 +48,18 @@ def vocab_parallel_topk_log_probs(
     return _topk(logits[:, : shard.valid], k, shard, logits.size(1), 1.0)
 
 
-def _checked_shard(tp_group: Any, columns: int, vocab_size: int | None, k: int) -> _Shard:
-    shard = _Shard(_group(tp_group), columns, vocab_size)
+def _checked_shard(tp_group: Any, columns: int, vocab_size: int | None, k: int) -> VocabShard:
+    shard = VocabShard(tp_group, columns, vocab_size)
     if not 1 <= k <= shard.vocab_size:
         raise ValueError(f"the {k} most likely tokens of a vocabulary of {shard.vocab_size}: k must be in [1, that]")
     return shard
 
 
-def _topk(logits: Tensor, k: int, shard: _Shard, columns: int, scale: float) -> tuple[Tensor, Tensor]:
+def _topk(logits: Tensor, k: int, shard: VocabShard, columns: int, scale: float) -> tuple[Tensor, Tensor]:
     """logits: [n, valid columns], not scaled. columns: of each rank, padding included."""
     n = logits.size(0)
     nowhere = torch.zeros((n, 0), dtype=torch.long, device=logits.device)
-    _, log_z, _ = _forward(logits, nowhere, shard, scale, with_entropy=False)
+    _, log_z, _ = softmax_statistics(logits, nowhere, shard, scale, with_entropy=False)
     own = min(k, shard.valid)
     values, ids = logits.topk(own, dim=1)
     # Every rank sends as much, whatever padding it holds: what it lacks can never be chosen.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.log_probs import log_probs_of
 from slime.utils.ppo_utils import compute_approx_kl, compute_policy_loss, select
 
 
@@ -29,14 +29,7 @@ def combine_loss_function(
 
     Raises ValueError when the samples have no teacher_log_probs.
     """
-    _, out = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-    )
+    out = log_probs_of(args, batch, logits, with_entropy=True)
     mask = torch.cat(batch["loss_masks"])
     log_probs, entropy = (select(torch.cat(out[name]), mask) for name in ("log_probs", "entropy"))
     old_log_probs = select(torch.cat(_old_log_probs(args, batch)), mask)

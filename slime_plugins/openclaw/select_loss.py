@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.log_probs import log_probs_of
 from slime.utils.ppo_utils import clamp_log_ratio, compute_approx_kl, compute_policy_loss, select
 
 SELECTIONS = ("sequence_optimal", "token_optimal", "shortest")
@@ -139,15 +139,7 @@ def select_loss_function(
         for name in names
     )
     valid = valid * mask.unsqueeze(1)
-    _, out = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-        token_ids=[torch.where(valid > 0, ids, 0)],
-    )
+    out = log_probs_of(args, batch, logits, with_entropy=True, token_ids=[torch.where(valid > 0, ids, 0)])
     log_probs, entropy = (select(torch.cat(out[name]), mask) for name in ("log_probs", "entropy"))
     old_log_probs, rewarded = (select(torch.cat(batch[name]), mask) for name in ("log_probs", "advantages"))
     ppo_kl = old_log_probs - log_probs

@@ -177,10 +177,6 @@ class SGLangRouter:
         with self.client() as client:
             client.add(url)
 
-    def remove_worker(self, url: str) -> None:
-        with self.client() as client:
-            client.remove(url)
-
     def is_alive(self) -> bool:
         return self.external or (self._process is not None and self._process.is_alive())
 
