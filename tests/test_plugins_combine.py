@@ -1,4 +1,4 @@
-"""The combined loss of slime_plugins.openclaw, against its worked numbers (C1 to C5 and C7 of our collection)."""
+"""The combined loss of slime_plugins.openclaw, against its worked numbers (C1 to C5, C7 and C10 of our collection)."""
 
 import math
 
@@ -99,6 +99,19 @@ def test_c7_dual_clip_kl_and_entropy():
     loss, metrics = run(batch, logits, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type="k3", entropy_coef=0.5)
     assert metrics["kl_loss"].item() == pytest.approx(0.00483742, rel=1e-3)
     assert loss.item() == pytest.approx(2 * metrics["kl_loss"].item() - 0.5 * metrics["entropy"].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kl", "want"), [(0.0, [1.0, 1.0]), (0.02, [1.012, 0.988]), (1.0, [1.6, 0.4])], ids=["0", "0.02", "1"]
+)
+def test_c10_a_kl_to_the_teacher_is_the_weight_of_the_distillation(kl, want):
+    """r - kl (log pi - log pi_teacher) with r = 1. Of a hint alone (no reward) there is no constant 1 beside it."""
+    for reward, advantages in ((1, want), (0, [x - 1 for x in want])):
+        batch, logits = make_batch(reward, teacher=[-0.4, -1.1], old=[-1.0, -0.5], new=[-1.0, -0.5])
+        loss, metrics = run(batch, logits, extra={"w_opd": kl, "w_rl": 1})
+        found = kl * opd_advantages(Args(), batch)[0] + batch["advantages"][0]
+        torch.testing.assert_close(found, torch.tensor(advantages), rtol=0, atol=1e-6)
+        assert loss.item() == pytest.approx(-sum(advantages) / 2, abs=2e-6)
 
 
 def test_without_teachers_it_says_so():

@@ -1,4 +1,4 @@
-"""Hint selection, the select loss and the judge's votes of slime_plugins.openclaw: worked numbers A, B and E."""
+"""Hint selection, the select loss and the judge's votes of slime_plugins.openclaw: worked numbers A, B, E and H3."""
 
 import math
 
@@ -17,6 +17,8 @@ from slime_plugins.openclaw.judge import (
     mean_vote,
     parse_hint,
     parse_score,
+    parse_sign,
+    terminal_reward,
     trained_turns,
 )
 from slime_plugins.openclaw.select_loss import (
@@ -52,6 +54,18 @@ def test_a2_majority_and_a4_mean():
     assert [majority(scores) for scores, _ in votes] == [want for _, want in votes]
     assert [mean_vote(s) for s in ([1, 1, -1], [0, 0, 1], [0, 0, 0], [1, -1])] == pytest.approx([1 / 3, 1, 0, 0])
     assert [1 + mean_vote([1, 1, -1]), -1 + mean_vote([1, 1, -1])] == pytest.approx([1.333333, -0.666667], abs=1e-6)
+
+
+def test_a3_signs():
+    cases = {
+        r"\boxed{1}": 1, r"\boxed{+1.0}": 1, r"\boxed{0.5}": 0, r"\boxed{ -1 }": -1, r"\boxed{1} \boxed{-1}": 1, "": 0,
+        r"\boxed{2}": 0, r"\boxed{\text{1}}": 0, r"\boxed{-1": 0,
+    }  # fmt: skip
+    assert {text: parse_sign(text) for text in cases} == cases
+
+
+def test_h3_terminal_reward():
+    assert terminal_reward(0.75, -1) == -0.5 and terminal_reward(1, 1) == 2.0 and terminal_reward(1, 1, 0.5) == 1.5
 
 
 def test_a5_hints():

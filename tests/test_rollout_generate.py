@@ -297,6 +297,35 @@ def test_surplus_finished_groups_are_not_generated_again(make_args, server):
     assert all(any(s is t for g in again.samples for t in g) for s in surplus)
 
 
+READY = []
+
+
+async def all_at_once(args, sample, sampling_params):
+    """Twenty samples are ready in the same moment; the next rollout's are not waited for."""
+    sample = await generate(args, sample, sampling_params)
+    READY.append(sample.index)
+    while len(READY) < 20:
+        await asyncio.sleep(0.01)
+    return sample
+
+
+def test_i1_of_20_ready_and_16_wanted_none_is_lost(make_args):
+    READY.clear()
+    flags = dict(
+        rollout_batch_size=16, n_samples_per_prompt=1, custom_generate_function_path=f"{__name__}.all_at_once",
+        partial_rollout=True,
+    )  # fmt: skip
+    source = RolloutDataSourceWithBuffer(args := make_args(over_sampling_batch_size=20, **flags))
+    output = generate_rollout(args, 0, source)
+    seen = [g[0] for g in [*output.samples, *source.buffer]]
+    assert len(output.samples) == 16 and len(source.buffer) == 4
+    assert sorted(s.index for s in seen) == sorted(READY) and len(set(READY)) == 20
+    assert all(is_aligned(s) and s.reward is not None for s in seen)
+    kept = [g[0] for g in source.buffer]
+    again = generate_rollout(make_args(**flags), 1, source)
+    assert all(any(s is g[0] for g in again.samples) for s in kept) and len(READY) == 20 + 12
+
+
 def drop_odd(args, samples, **kwargs):
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 

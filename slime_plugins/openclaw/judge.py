@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 _DIGIT = re.compile(r"\\boxed\{([-+]?\d)\}")
+_BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _HINT = re.compile(r"\[HINT_START\](.*?)\[HINT_END\]", re.DOTALL)
 SHORTEST_HINT = 11  # characters
 
@@ -14,6 +16,14 @@ def parse_score(text: str) -> int | None:
     found = _DIGIT.findall(text)
     score = int(found[-1]) if found else None
     return score if score in (-1, 0, 1) else None
+
+
+def parse_sign(text: str) -> int:
+    r"""The first \boxed{...} of a judgement of one step, when it is a number equal to 1 or -1; else 0."""
+    found = _BOX.search(text)
+    inside = found.group(1).strip() if found else ""
+    value = float(inside) if _NUMBER.fullmatch(inside) else 0.0
+    return int(value) if value in (-1.0, 1.0) else 0
 
 
 def parse_hint(text: str) -> str | None:
@@ -36,6 +46,11 @@ def mean_vote(scores: Sequence[int | None]) -> float:
     """The mean of the votes that are -1 or 1; 0 where there is none."""
     votes = [score for score in scores if score in (-1, 1)]
     return sum(votes) / len(votes) if votes else 0.0  # type: ignore[arg-type]
+
+
+def terminal_reward(accuracy: float, process: float, coefficient: float = 1.0) -> float:
+    """Reward of an agent's step in a terminal: 2 accuracy - 1, and the judge's mean vote of the step, weighed."""
+    return 2.0 * accuracy - 1.0 + coefficient * process
 
 
 def accepted_hints(votes: Sequence[tuple[int | None, str | None]], most: int | None = None) -> list[str]:
