@@ -1,8 +1,9 @@
 """Speculative decoding with several drafts per place, exact for the policy (OpenClaw-RL's fourth kind of group).
 
 Distributions are float64 [V] that sum to 1: `p` of the policy, `q` of the model that drafts. One draft: Leviathan et
-al. 2023, arXiv 2211.17192. Several: after a draft that was not accepted the target becomes the residual, and the next draft
-is held against that (SpecInfer, arXiv 2305.09781); against the policy itself once more, the result would be biased.
+al. 2023, arXiv 2211.17192. Several: after a draft that was not accepted the target becomes the residual, and the next
+draft is held against that (SpecInfer, arXiv 2305.09781); against the policy itself once more, the result would be
+biased.
 The engine has its own speculative decoding (--sglang-speculative-*); this is for rollout functions that group drafts.
 """
 
