@@ -339,6 +339,7 @@ def test_whiten_keeps_digits_and_zeros():
     assert (out == 0.0).all()
     (out,) = pu.whiten([torch.tensor([1.0, float("nan"), 3.0])], [torch.tensor([1.0, 0.0, 1.0])])
     assert out.tolist() == [-1.0, 0.0, 1.0]
+    assert pu.whiten([t64([-0.5, 0.5])], [torch.ones(2)])[0].tolist() == [-1.0, 1.0]  # equal sizes, no equal values
     assert pu.whiten([], []) == []
     # The mean's own rounding error is taken out of values that hardly differ; a spread too small to square is none.
     (out,) = pu.whiten([1e12 + t64([1, 0, 0])], [torch.ones(3)])
@@ -379,6 +380,7 @@ def test_compute_log_probs_and_entropy():
     close(pu.compute_entropy_from_logits(logits), -(want.exp() * want).sum(-1))
     lp, entropy = pu.calculate_log_probs_and_entropy(logits, tokens, with_entropy=True)
     assert lp.shape == (2, 1) and entropy.shape == (2,)
+    assert pu.calculate_log_probs_and_entropy(logits, tokens)[1] is None  # not asked for
 
 
 def test_temperature_must_agree_between_teacher_and_student():

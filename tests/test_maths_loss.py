@@ -265,6 +265,27 @@ def test_garbage_at_masked_positions_changes_no_bit(name):
         assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True)), garbage
 
 
+def test_garbage_is_gone_before_a_reducer_of_somebody_elses():
+    """One that multiplies by the mask, so NaN * 0 would be NaN; it gets every term and every metric."""
+    args = base_args(use_kl_loss=True, kl_loss_coef=0.2, entropy_coef=0.05, use_tis=True)
+    outcomes = []
+    for garbage in (0.0, float("nan")):
+        data = make_data()
+        L.compute_advantages_and_returns(args, data)
+        mask = torch.cat(data["loss_masks"])
+        for column in (*COLUMNS, "advantages"):
+            rows = zip(data[column], data["loss_masks"], strict=True)
+            data[column] = [torch.where(m > 0, x, garbage) for x, m in rows]
+        logits = torch.cat(data["logits"])
+        logits[L.response_rows(data["total_lengths"], data["response_lengths"])[mask == 0]] = garbage
+        logits = logits.unsqueeze(0).requires_grad_()
+        loss, metrics = L.policy_loss_function(args, data, logits, lambda x, mask=mask: (x * mask).sum())
+        loss.backward()
+        outcomes.append((loss.item(), {k: v.item() for k, v in metrics.items()}, logits.grad))
+    (loss, metrics, grad), (other, other_metrics, other_grad) = outcomes
+    assert other == loss and other_metrics == metrics and torch.equal(other_grad, grad)
+
+
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_a_masked_sample_adds_nothing(name):
     args, data = base_args(**VARIANTS[name]), make_data()

@@ -41,6 +41,7 @@ def test_worked_tailrl():
     close(pu.tailrl([0.7], [0]), [0.0])
     assert (pu.tailrl([0.4] * 4, ids) == 0.0).all()
     close(pu.tailrl([-1.0, 1.0], [0, 0], low=-1.0, high=1.0), [-1.0, 1.0])
+    close(pu.tailrl([-1.0, 0.0, 1.0], [0] * 3, centred=False, low=-1.0, high=1.0), [0.0, 0.75, 2.25])
 
 
 def test_worked_ragged_groups():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.utils import vocab_shard
 from slime.utils.vocab_parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
@@ -31,6 +32,7 @@ def grads(outputs, weights, inputs):
     return torch.autograd.grad(total, inputs)
 
 
+@pytest.mark.filterwarnings("error")  # an `out=` of another shape would be one
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(0, 9), vocab=st.integers(1, 23), width=st.integers(1, 5), chunk=st.integers(1, 10),
@@ -140,6 +142,7 @@ def test_only_one_of_the_outputs_may_have_a_gradient():
         for a, b in zip(grads([out], [g], (hidden, weight)), grads([want], [g], (hidden, weight)), strict=True):
             torch.testing.assert_close(a, b)
     assert linear_log_probs_and_entropy(hidden, weight, targets)[1] is None
+    assert vocab_parallel_log_probs_and_entropy(hidden @ weight.t(), targets)[1] is None
 
 
 def test_backward_twice_over_a_retained_graph():
@@ -162,6 +165,47 @@ def test_rows_in_several_blocks_and_a_chunk_size_of_nothing(monkeypatch, block_b
         torch.testing.assert_close(grads(out, (g_lp, g_ent), (hidden, weight)), expected)
 
 
+def test_blocks_of_rows_fit_the_cache(monkeypatch):
+    """Two rows of 7 float32 each on a CPU, at least one row; all at once elsewhere."""
+    monkeypatch.setattr(vocab_parallel, "_CPU_BLOCK_BYTES", 4 * 7 * 2)
+    assert list(vocab_parallel._blocks(torch.empty(5, 7))) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(vocab_parallel._blocks(torch.empty(2, 99))) == [slice(0, 1), slice(1, 2)]
+    assert list(vocab_parallel._blocks(torch.empty(5, 7, device="meta"))) == [slice(0, 5)]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_half_precision_is_widened_only_where_a_cpu_lacks_it(monkeypatch, supported):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    half = torch.ones(1, dtype=torch.bfloat16)
+    others = torch.ones(1), torch.ones(1).double(), half.to("meta")
+    assert all(vocab_parallel._for_matmul(x) is x for x in others)
+    assert vocab_parallel._for_matmul(half).dtype == (torch.bfloat16 if supported else torch.float32)
+
+
+class RowsOfLogits(TorchDispatchMode):
+    """Counts rows whose logits are computed: products that are written into the buffer."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.rows += args[0].size(0) if func is torch.ops.aten.mm.out else 0
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("n", "live", "again"),
+    [(10, range(10), 8), (8, range(8), 4), (9, range(9), 8), (10, [8, 9], 0), (10, [0, 5, 9], 2), (3, range(3), 0)],
+)
+def test_backward_computes_only_logits_that_it_needs_and_lacks(n, live, again):
+    """Chunks of 4 rows: the last one is still there, and rows without a gradient need none."""
+    hidden, weight, targets, *_ = problem(n, 7, 3)
+    with RowsOfLogits() as count:
+        out, _ = linear_log_probs_and_entropy(hidden, weight, targets, chunk_size=4)
+        assert count.rows == n
+        torch.autograd.grad(out[list(live)].sum(), (hidden, weight))
+    assert count.rows == n + again
+
+
 def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
@@ -171,10 +215,22 @@ def test_extreme_logits_stay_finite():
     assert all(g.isfinite().all() for g in torch.autograd.grad(out[0].sum() + out[1].sum(), (hidden, weight)))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "weight", "targets"),
+    [((3, 2, 1), (5, 2), 3), ((3, 2), (5, 2, 1), 3), ((3, 2), (5, 2), (3, 1, 1)), ((3, 2), (5, 2), 2),
+     ((3, 2), (5, 3), 3), ((2, 2, 1), (5, 3, 1), 2)],
+)  # fmt: skip
+def test_shapes_that_do_not_fit_are_named(hidden, weight, targets):
+    ids = torch.zeros(targets, dtype=torch.long)
+    with pytest.raises(ValueError, match=rf"hidden \({hidden[0]}, .*expected \[N, H\]"):
+        linear_log_probs_and_entropy(torch.zeros(hidden), torch.zeros(weight), ids)
+    if weight == (5, 2):  # `hidden` may as well be logits
+        with pytest.raises(ValueError, match=rf"logits \({hidden[0]}, .*expected \[N, V / tp\]"):
+            vocab_parallel_log_probs_and_entropy(torch.zeros(hidden), ids)
+
+
 def test_faults_are_named():
     hidden, weight, targets, *_ = problem(3, 5, 2)
-    with pytest.raises(ValueError, match=r"hidden \(3, 2\).*targets \(2,\)"):
-        linear_log_probs_and_entropy(hidden, weight, targets[:2])
     with pytest.raises(ValueError, match="token id 9 is outside the vocabulary of 5"):
         linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 9, 1]))
     with pytest.raises(ValueError, match="token id 5 is outside the vocabulary of 5"):
@@ -211,8 +267,10 @@ def _on_rank(rank, world_size, port, vocab, columns):
         hidden, mine, top[1], tp_group=dist.group.WORLD, temperature=0.7, chunk_size=4, vocab_size=vocab
     )
     d_several = grads([several], [g_lp[:, None]], (hidden, mine))
+    # Without a true size all columns are real, the zeros of the padding too.
+    everything, _ = vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=dist.group.WORLD)
     dist.destroy_process_group()
-    out = (*out, d_hidden, d_weight, *plain, d_logits)
+    out = (*out, d_hidden, d_weight, *plain, d_logits, everything)
     return [x.detach().numpy() for x in out], [x.detach().numpy() for x in (*top, several, *d_several)]
 
 
@@ -224,8 +282,11 @@ def test_split_vocabulary_equals_whole(vocab, columns):
     d_hidden, d_weight = grads(want, (g_lp, g_ent), (hidden, weight))
     logits = (hidden.detach() @ weight.detach().t() / 0.7).requires_grad_()
     (d_logits,) = grads(reference(logits, torch.eye(vocab), targets), (g_lp, g_ent), (logits,))
-    for rank, (lp, entropy, dh, _, lp2, entropy2, _) in enumerate(results):
-        for a, b in ((lp, want[0]), (lp2, want[0]), (entropy, want[1]), (entropy2, want[1]), (dh, d_hidden)):
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, columns * 2 - vocab))
+    everything, _ = reference(hidden, padded, targets, 0.7)
+    for rank, (lp, entropy, dh, _, lp2, entropy2, _, lp3) in enumerate(results):
+        pairs = (lp, want[0]), (lp2, want[0]), (lp3, everything), (entropy, want[1]), (entropy2, want[1]), (dh, d_hidden)
+        for a, b in pairs:
             torch.testing.assert_close(torch.from_numpy(a), b.detach(), rtol=1e-9, atol=1e-9, msg=f"rank {rank}")
     whole_w = torch.cat([torch.from_numpy(r[3]) for r in results])
     whole_z = torch.cat([torch.from_numpy(r[6]) for r in results], dim=1)
