@@ -45,6 +45,9 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("slime/data/schedule.py", "+ break", "numbers of samples differ by one at most: one empty micro-batch is enough"),
     ("slime/backends/megatron_utils/loss.py", "(ppo_kl >= 0)", "where ppo_kl is 0 the ratio is 1, so not clipped"),
     ("slime/backends/megatron_utils/loss.py", "(advantages <= 0)", "where the advantage is 0 nothing is clipped"),
+    ("slime/backends/megatron_utils/log_probs.py", "part.context.size >= 1", "the whole of one part is that part"),
+    ("slime/backends/megatron_utils/log_probs.py", "unconcat_tokens[ -1].device", "all are on one device"),
+    ("slime/backends/megatron_utils/cp_utils.py", "if first <= last:", "a stretch without tokens adds none"),
     *(
         (
             "slime/backends/megatron_utils/advantages.py",
@@ -53,13 +56,16 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         )
         for line in ("compute_approx_kl((lp)", "(ref), args.kl_loss_type")
     ),
-    ("slime/backends/megatron_utils/advantages.py", "values = [(v.float())", "GAE does not read masked tokens"),
+    ("slime/backends/megatron_utils/advantages.py", "zeros_like(m.roll(1)", "only its shape counts"),
     ("slime/data/batch.py", "enumerate([np.roll(x, 1) for x in masks]) if mask.any()", "any() knows no order"),
+    ("slime/data/batch.py", "(mass < 1.001)", "the bound is a tolerance"),
+    ("slime/utils/policy_loss.py", "drift = masked_mean(old - new, mask)", "a comparison passes no gradient"),
+    ("slime/utils/policy_loss.py", "outside = (log_ratio.abs()", "a comparison passes no gradient"),
+    ("slime/utils/policy_loss.py", "torch.where(advantages <= 0", "loss and gradient of an advantage of 0 are 0"),
     *(
-        ("slime/utils/policy_loss.py", line, "masked_mean drops what is masked, and a comparison passes no gradient")
-        for line in ("select(old, mask) - (new.detach())", "(old) - select(new.detach(), mask)")
+        ("slime/utils/importance.py", line, "an absolute difference")
+        for line in ('"tis_abs": ((1) - (weight)).abs()', "select(((1) - (weight)).abs(), left)")
     ),
-    ("slime/utils/importance.py", '"tis_abs": ((1) - (weight)).abs()', "an absolute difference"),
     *(
         (
             "slime/utils/importance.py",
@@ -69,18 +75,14 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         for line in ("select(new.detach(), mask) - (old)", "(new.detach()) - select(old, mask)")
     ),
     ("slime/utils/masked.py", "total((((mean) - (flat)) ** 2).sum()", "a square"),
-    (
-        "slime/utils/masked.py",
-        "return (((v).double() - mean - rest) / std)",
-        "masked entries are dropped after it as well",
-    ),
     ("slime/utils/masked.py", "[x.roll(1) for x in loss_masks][0].device", "the same device"),
-    ("slime/utils/policy_loss.py", "outside = (log_ratio.abs()", "a comparison passes no gradient"),
-    ("slime/utils/policy_loss.py", "torch.where(advantages <= 0", "loss and gradient of an advantage of 0 are 0"),
-    (
-        "slime/utils/policy_loss.py",
-        "drift = masked_mean(select(old, mask) - select(new, mask)",
-        "a comparison passes no gradient",
+    ("slime/utils/masked.py", "len([x.roll(1) for x in loss_masks])", "only their number counts"),
+    ("slime/utils/vocab_shard.py", "+ _CPU_BLOCK_BYTES = ", "the number of rows in work at once; costs time only"),
+    ("slime/utils/vocab_shard.py", "dist.get_world_size(tp_group) >= 1", "the sum over one rank is its own number"),
+    ("slime/utils/vocab_parallel.py", "set_materialize_grads(True)", "gradients of 0 for none; costs time only"),
+    *(
+        ("slime/utils/vocab_parallel.py", line, "rows are picked where all are meant; costs time only")
+        for line in ("== (ctx.kept) - (hidden.size(0))", "== hidden.size(0) + ctx.kept")
     ),
 ]
 

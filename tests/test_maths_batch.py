@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slime.config import Args, ConfigError
-from slime.data.batch import samples_to_columns
+from slime.data.batch import check_log_probs, samples_to_columns
 from slime.utils.types import Sample
 
 ARGS = Args(loss_type="policy_loss")
@@ -214,26 +214,35 @@ OPD = dict(advantage_estimator="on_policy_distillation")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(use_tis=True), "--use-tis needs Sample.rollout_log_probs on every trained sample, sample 1 has none"),
+        (dict(use_tis=True), "--use-tis needs Sample.rollout_log_probs on every .*, sample 1 has none: .*append_resp"),
         (dict(use_rollout_logprobs=True), "--use-rollout-logprobs needs Sample.rollout_log_probs"),
         (dict(custom_tis_function_path="a.b"), "--custom-tis-function-path needs Sample.rollout_log_probs"),
-        (OPD, "on_policy_distillation needs Sample.teacher_log_probs on every trained sample, sample 0 has none"),
+        (OPD, "distillation needs Sample.teacher_log_probs on every .*, sample 0 has none: .*--opd-teacher-url does"),
         (dict(opd_kl_coef=0.1), "--opd-kl-coef needs Sample.teacher_log_probs"),
-        (dict(**OPD, distill_topk=3), "needs Sample.teacher_topk_log_probs and teacher_topk_indices on every"),
+        (dict(**OPD, distill_topk=3), "distillation needs Sample.teacher_topk_log_probs and .*, sample 0 has none"),
         (dict(advantage_estimator="maxrl"), r"maxrl needs rewards in \[0, 1\]: sample 2 has -1; rescale"),
         (dict(advantage_estimator="tailrl"), r"tailrl needs rewards in \[0, 1\]: sample 2 has -1; rescale"),
     ],
 )
 def test_samples_that_the_flags_cannot_work_with(flags, message):
     samples = group([1.0, 0.0, -1.0], rollout_log_probs=[-1.0] * 3)
-    samples[1].rollout_log_probs = None
+    samples[1].rollout_log_probs = samples[0].index = None
     with pytest.raises(ConfigError, match=message):
         samples_to_columns(Args(**flags), samples)
     samples_to_columns(Args(**{**flags, "loss_type": "sft_loss"}), samples)  # which reads none of it
 
 
+def test_one_sample_is_checked_as_it_comes():
+    lacks, args = sample(4), Args(use_tis=True)
+    with pytest.raises(ConfigError, match="--use-tis needs Sample.rollout_log_probs .* sample 4 has none"):
+        check_log_probs(args, lacks)
+    check_log_probs(ARGS, lacks)
+    for fine in (dict(rollout_log_probs=[-1.0] * 3), dict(remove_sample=True), dict(loss_mask=[0, 0, 0])):
+        check_log_probs(args, sample(4, **fine))
+
+
 def test_a_teachers_most_likely_tokens():
-    log_probs, ids = [[-0.5, -1.5]] * 3, [[4, 2]] * 3
+    log_probs, ids = [[-0.5, -1.5]] * 3, [[4, 0]] * 3
     samples = group([1.0, 0.0, 0.5], teacher_topk_log_probs=log_probs, teacher_topk_indices=ids)
     samples[1].remove_sample, samples[1].teacher_topk_indices = True, None
     samples.append(sample(3, 0.0, response=0))
@@ -257,6 +266,7 @@ def test_a_teachers_most_likely_tokens():
         (dict(teacher_topk_indices=[[1, 1]] * 3), "row 0 of .* is not 2 different tokens"),
         (dict(teacher_topk_indices=[[-1, 1]] * 3), "row 0 of .* is not 2 different tokens"),
         (dict(teacher_topk_log_probs=[[0.0, 0.0]] * 3), "1 or less together; mask tokens"),
+        (dict(teacher_topk_log_probs=[[-0.5, -math.inf]] * 3), "with finite log-probs"),
         (dict(teacher_topk_log_probs=[[-1.0, -1.0]] * 2), "sample 0: teacher_topk_log_probs must be 3 rows"),
         (dict(teacher_topk_log_probs=[[-1.0, -1.0], [-1.0], [-1.0]]), "must be 3 rows, one per response token, of 2"),
         (dict(teacher_topk_indices=None), "sample 0 has none"),

@@ -277,7 +277,7 @@ def test_garbage_is_gone_before_a_reducer_of_somebody_elses():
             rows = zip(data[column], data["loss_masks"], strict=True)
             data[column] = [torch.where(m > 0, x, garbage) for x, m in rows]
         logits = torch.cat(data["logits"])
-        logits[L.response_rows(data["total_lengths"], data["response_lengths"])[mask == 0]] = garbage
+        logits[response_rows(data["total_lengths"], data["response_lengths"])[mask == 0]] = garbage
         logits = logits.unsqueeze(0).requires_grad_()
         loss, metrics = L.policy_loss_function(args, data, logits, lambda x, mask=mask: (x * mask).sum())
         loss.backward()
@@ -564,7 +564,7 @@ def test_estimators_take_their_own_flags():
     token_rewards = pu.get_token_rewards(rewards, kl, masks, 0.1)
     kl_flags = dict(kl_coef=0.1, kl_loss_type="k2")
     want = pu.get_advantages_and_returns(data["values"], token_rewards, masks, 0.9, 0.5)
-    got = estimate("ppo", gamma=0.9, lambd=0.5, **kl_flags)
+    got = got_ppo = estimate("ppo", gamma=0.9, lambd=0.5, **kl_flags)
     torch.testing.assert_close((got["advantages"], got["returns"]), want)
     want = pu.get_reinforce_plus_plus_returns(rewards, kl, masks, 0.1, 0.9)
     got = estimate("reinforce_plus_plus", gamma=0.9, lambd=0.5, **kl_flags)
@@ -576,8 +576,20 @@ def test_estimators_take_their_own_flags():
     torch.testing.assert_close(distilled[0], data["teacher_log_probs"][0] - data["log_probs"][0])
     mixed = estimate("grpo", opd_kl_coef=0.3)["advantages"]
     torch.testing.assert_close(mixed[0], rewards[0] + 0.3 * distilled[0])
+    mixed = estimate("ppo", gamma=0.9, lambd=0.5, opd_kl_coef=0.3, **kl_flags)  # a term of advantages, not of returns
+    torch.testing.assert_close(mixed["advantages"][0], got_ppo["advantages"][0] + 0.3 * distilled[0])
+    torch.testing.assert_close(mixed["returns"], got_ppo["returns"])
+    listed = estimate("on_policy_distillation", distill_topk=3, **kl_flags)  # a term of the loss instead
+    assert not any(x.any() for x in listed["advantages"])
     engine = estimate("on_policy_distillation", use_rollout_logprobs=True)["advantages"]
     torch.testing.assert_close(engine[0], data["teacher_log_probs"][0] - data["rollout_log_probs"][0])
+
+
+def test_a_teacher_is_read_only_where_asked_for():
+    data = make_data()
+    del data["teacher_log_probs"]
+    for changes in ({}, dict(distill_topk=3, opd_kl_coef=0.3)):
+        L.compute_advantages_and_returns(base_args(**changes), data)
 
 
 def test_opsm_drops_bad_responses_that_drifted():
@@ -590,6 +602,9 @@ def test_opsm_drops_bad_responses_that_drifted():
     assert metrics["opsm_masked_count"] == sum(
         r < 0 and m.sum() > 0 for r, m in zip(data["rewards"], data["loss_masks"], strict=True)
     )
+    beside = {**make_data(), "rewards": [1.0, 1.0, 1.0, -1.0, 1.0]}
+    beside["log_probs"][3][2] += 50.0  # only the token after a masked one drifted: 10 on average over five
+    assert run(base_args(use_opsm=True, opsm_delta=5.0), beside)[1]["opsm_masked_count"] == 1
     good = {**data, "rewards": [max(r, 0.0) for r in data["rewards"]]}
     assert dropped == pytest.approx(run(base_args(), good)[0], rel=1e-6) and dropped != run(base_args(), data)[0]
 

@@ -285,7 +285,14 @@ def test_split_vocabulary_equals_whole(vocab, columns):
     padded = torch.nn.functional.pad(weight, (0, 0, 0, columns * 2 - vocab))
     everything, _ = reference(hidden, padded, targets, 0.7)
     for rank, (lp, entropy, dh, _, lp2, entropy2, _, lp3) in enumerate(results):
-        pairs = (lp, want[0]), (lp2, want[0]), (lp3, everything), (entropy, want[1]), (entropy2, want[1]), (dh, d_hidden)
+        pairs = (
+            (lp, want[0]),
+            (lp2, want[0]),
+            (lp3, everything),
+            (entropy, want[1]),
+            (entropy2, want[1]),
+            (dh, d_hidden),
+        )
         for a, b in pairs:
             torch.testing.assert_close(torch.from_numpy(a), b.detach(), rtol=1e-9, atol=1e-9, msg=f"rank {rank}")
     whole_w = torch.cat([torch.from_numpy(r[3]) for r in results])

@@ -40,7 +40,7 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
     Returns (advantages, returns = A + V). The slow form; `chunked_gae` is the one in use.
     """
     advantages = torch.zeros_like(rewards)
-    following, next_value = torch.zeros_like(rewards[:0].sum()), torch.zeros_like(values[:0].sum())
+    following, next_value = rewards.new_zeros(()), values.new_zeros(())
     for t in reversed(range(rewards.numel())):
         delta = rewards[t] + gamma * next_value - values[t]
         following = delta + gamma * lambd * following
@@ -60,9 +60,8 @@ def chunked_gae(
         raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)} must both be [B, T]")
     delta = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
     decay = gamma * lambd
-    steps = torch.arange(chunk_size, device=delta.device)
-    distance = steps[:, None] - steps[None, :]
-    powers = torch.where(distance >= 0, torch.pow(float(decay), distance.clamp(min=0).to(delta.dtype)), 0.0)
+    steps = torch.arange(chunk_size, device=delta.device, dtype=delta.dtype)
+    powers = torch.pow(float(decay), steps[:, None] - steps[None, :]).tril()  # 0 where s < t
     advantages = torch.empty_like(delta)
     carry = delta.new_zeros(delta.size(0))
     for end in range(delta.size(1), 0, -chunk_size):
@@ -119,10 +118,7 @@ def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
 ) -> list[Tensor]:
     """REINFORCE++-baseline: the group-centred reward minus kl_coef * kl, per token; 0 on masked tokens."""
-    return [
-        select(reward - kl_coef * select(k, mask), mask)
-        for reward, k, mask in zip(rewards, kl, loss_masks, strict=True)
-    ]
+    return [select(reward - kl_coef * k, mask) for reward, k, mask in zip(rewards, kl, loss_masks, strict=True)]
 
 
 def get_on_policy_distillation_advantages(
@@ -130,7 +126,7 @@ def get_on_policy_distillation_advantages(
 ) -> list[Tensor]:
     """log pi_teacher - log pi_old of each trained token: minus the sampled reverse KL to the teacher."""
     return [
-        select(teacher.to(old.device), mask) - select(old, mask)
+        select(teacher.to(old.device) - old, mask)
         for teacher, old, mask in zip(teacher_log_probs, log_probs, loss_masks, strict=True)
     ]
 

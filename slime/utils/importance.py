@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime.utils.kl import LOG_RATIO_LIMIT
-from slime.utils.masked import masked_sum, select
+from slime.utils.masked import masked_mean, masked_sum, select
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask", "reject")
@@ -63,8 +63,8 @@ def mis_weights(
         if level == "token":
             ratio = _ratio(log_ratio)
         else:
-            count = (mask > 0).sum().clamp(min=1) if level == "geometric" else 1
-            ratio = _ratio(masked_sum(log_ratio, mask) / count).expand_as(log_ratio)
+            over_sample = masked_mean if level == "geometric" else masked_sum
+            ratio = _ratio(over_sample(log_ratio, mask)).expand_as(log_ratio)
         inside = (ratio >= lower) & (ratio <= upper)
         if mode == "truncate":
             weight, keep = ratio.clamp(max=upper), torch.ones_like(inside)

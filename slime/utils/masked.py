@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def select(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """x where mask > 0, else `fill`. The gradient of a masked entry is exactly 0, whatever it held."""
-    return torch.where(mask > 0, x, torch.full_like(x, fill))
+def select(x: Tensor, mask: Tensor) -> Tensor:
+    """x where mask > 0, else 0. The gradient of a masked entry is exactly 0, whatever it held."""
+    return torch.where(mask > 0, x, torch.zeros_like(x))
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -49,14 +49,9 @@ def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], group: Any = None)
     top, bottom = total(high, -low, op=dist.ReduceOp.MAX)
     rest = residue / max(count, 1.0)  # of the mean, beyond its last digit: apart, where float64 can hold it
     std = max(squares / max(count, 1.0) - rest**2, 0.0) ** 0.5
-    constant = top == -bottom or std == 0.0
-
-    def one(v: Tensor, m: Tensor) -> Tensor:
-        if constant:
-            return torch.zeros_like(v)
-        return ((select(v, m, mean).double() - mean - rest) / std).to(v.dtype)
-
-    return [select(one(v, m), m) for v, m in zip(values, masks, strict=True)]
+    if top == -bottom or std == 0.0:
+        return [torch.zeros_like(v) for v in values]
+    return [select((v.double() - mean - rest) / std, m).to(v.dtype) for v, m in zip(values, masks, strict=True)]
 
 
 def _comm_device(group: Any) -> torch.device:

@@ -53,7 +53,7 @@ def compute_gspo_kl(
     Lists of [R_i]; whole responses, gathered over context-parallel ranks. A fully masked or empty sample gives zeros.
     """
     return [
-        masked_mean(select(old, mask) - select(new, mask), mask).expand_as(new)
+        masked_mean(old - new, mask).expand_as(new)
         for new, old, mask in zip(log_probs, old_log_probs, loss_masks, strict=True)
     ]
 
@@ -94,7 +94,7 @@ def compute_opsm_mask(
     """
     keep, hit = [], torch.zeros(())
     for new, old, adv, mask in zip(log_probs, old_log_probs, advantages, loss_masks, strict=True):
-        drift = masked_mean(select(old, mask) - select(new.detach(), mask), mask)
+        drift = masked_mean(old - new.detach(), mask)
         drop = (select(adv, mask) < 0) & (drift > delta)
         keep.append((~drop).to(new.dtype))
         hit = hit.to(drop.device) + drop.any()

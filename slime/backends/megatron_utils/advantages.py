@@ -46,14 +46,14 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> N
             values, lambd = _need(rollout_data, "values", "a critic (--advantage-estimator ppo)"), args.lambd
         else:
             values, lambd = [torch.zeros_like(r) for r in token_rewards], 1.0
-        values = [select(v.float(), m) for v, m in zip(values, masks, strict=True)]
+        values = [v.float() for v in values]
         advantages, returns = formulas.get_advantages_and_returns(values, token_rewards, masks, args.gamma, lambd)
     elif estimator == "reinforce_plus_plus_baseline":
         advantages = formulas.get_reinforce_plus_plus_baseline_advantages(rewards, kl, masks, args.kl_coef)
         returns = list(advantages)
     elif estimator == "on_policy_distillation":
         # Over the teacher's most likely tokens it is a term of the loss, which no advantage can express.
-        advantages = [0 * k for k in kl] if args.distill_topk else _distillation(args, rollout_data)
+        advantages = [torch.zeros_like(k) for k in kl] if args.distill_topk else _distillation(args, rollout_data)
         returns = list(advantages)
     else:
         raise ConfigError(f"--advantage-estimator {estimator!r} is unknown")
