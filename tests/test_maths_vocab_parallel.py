@@ -167,10 +167,10 @@ def test_rows_in_several_blocks_and_a_chunk_size_of_nothing(monkeypatch, block_b
 
 def test_blocks_of_rows_fit_the_cache(monkeypatch):
     """Two rows of 7 float32 each on a CPU, at least one row; all at once elsewhere."""
-    monkeypatch.setattr(vocab_parallel, "_CPU_BLOCK_BYTES", 4 * 7 * 2)
-    assert list(vocab_parallel._blocks(torch.empty(5, 7))) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert list(vocab_parallel._blocks(torch.empty(2, 99))) == [slice(0, 1), slice(1, 2)]
-    assert list(vocab_parallel._blocks(torch.empty(5, 7, device="meta"))) == [slice(0, 5)]
+    monkeypatch.setattr(vocab_shard, "_CPU_BLOCK_BYTES", 4 * 7 * 2)
+    assert list(vocab_shard.cache_blocks(torch.empty(5, 7))) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(vocab_shard.cache_blocks(torch.empty(2, 99))) == [slice(0, 1), slice(1, 2)]
+    assert list(vocab_shard.cache_blocks(torch.empty(5, 7, device="meta"))) == [slice(0, 5)]
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -178,8 +178,8 @@ def test_half_precision_is_widened_only_where_a_cpu_lacks_it(monkeypatch, suppor
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
     half = torch.ones(1, dtype=torch.bfloat16)
     others = torch.ones(1), torch.ones(1).double(), half.to("meta")
-    assert all(vocab_parallel._for_matmul(x) is x for x in others)
-    assert vocab_parallel._for_matmul(half).dtype == (torch.bfloat16 if supported else torch.float32)
+    assert all(vocab_shard.for_matmul(x) is x for x in others)
+    assert vocab_shard.for_matmul(half).dtype == (torch.bfloat16 if supported else torch.float32)
 
 
 class RowsOfLogits(TorchDispatchMode):
