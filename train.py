@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.config import Args, ConfigError, Layout, due, load_args, load_hf_config, make_layout
+from slime.data.dataset import check_prompt_files
 
 
 def train(args: Args, layout: Layout) -> None:
@@ -126,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = load_args(argv)
         layout = make_layout(args)
+        check_prompt_files(args)
         if args.dry_run:
             from slime.config.plan import format_plan
 

@@ -139,7 +139,6 @@ def test_layout_of_a_critic(base):
         (["--rm-type", "remote_rm"], "needs --rm-url"),
         (["--rollout-temperature", "0"], "must be above 0"),
         (["--rollout-batch-size", "0"], "it must be at least 1"),
-        (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--hf-checkpoint", "nowhere"], "--hf-checkpoint nowhere: no such folder"),
         (["--update-weights-interval", "2"], "has no effect: train.py sends the weights after every rollout"),
         (["--eval-interval", "2"], "needs --eval-prompt-data"),

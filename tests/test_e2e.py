@@ -205,7 +205,7 @@ def test_a_reward_that_raises_stops_the_run_with_its_traceback(folder):
     ("flags", "message"),
     [
         (["--hf-checkpoint", "nowhere"], "--hf-checkpoint nowhere: no such folder"),
-        (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--tp", "3"], "does not divide"),
         (["--num-rolout", "3"], "did you mean --num-rollout"),
         (["--custom-rm-path", "my_rewards.lenght"], "has no 'lenght'"),

@@ -1,14 +1,16 @@
 """Prompt files: what is read, and what a user is told when it cannot be."""
 
+import gzip
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from rollout_wire import save_tokenizer
 
-from slime.config import Args
-from slime.data.dataset import PromptDataset, PromptFile
+from slime.config import Args, ConfigError
+from slime.data.dataset import PromptDataset, PromptFile, check_prompt_files
 from slime.utils.processing_utils import load_processor, load_tokenizer
 
 ROWS = [{"prompt": f"{i}+{i}=", "label": str(2 * i), "metadata": {"source": "add"}} for i in range(10)]
@@ -76,6 +78,7 @@ def test_fingerprint_tells_files_and_slices_apart(tmp_path):
         ('{"prompt": ""}\n', {}, ["data.jsonl:1", "not empty"]),
         ('{"prompt": 3}\n', {}, ["data.jsonl:1", "text or a list of chat messages"]),
         ('{"prompt": "a", "metadata": 3}\n', {}, ["data.jsonl:1", "metadata", "int"]),
+        ('{"prompt": "a", "tools": "{"}\n', {"tool_key": "tools"}, ["data.jsonl:1", "tools", "no JSON"]),
         ('{"prompt": "a", "metadata": "{"}\n', {}, ["data.jsonl:1", "metadata", "no JSON"]),
         ("\n", {}, ["no rows"]),
         ('{"prompt": "a"}\n', {"apply_chat_template": True}, ["--apply-chat-template", "--hf-checkpoint"]),
@@ -110,6 +113,60 @@ def test_bad_files_are_named(tmp_path):
         load(str(tmp_path / "data.parquet"))
     with pytest.raises(ValueError, match=r"slice \[a:3\]"):
         PromptFile.parse("data.jsonl@[a:3]")
+
+
+def gzipped(path):
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+
+
+def unreadable(path):
+    os.symlink("/proc/self/mem", path)  # fails on reading, for root too
+
+
+@pytest.mark.parametrize("flag", ["prompt_data", "eval_prompt_data"])
+@pytest.mark.parametrize(
+    ("name", "content", "flags", "message"),
+    [
+        ("d.jsonl", "", {}, "d.jsonl: no rows to read; give"),
+        ("d.parquet", [], {}, "d.parquet: no rows to read; give"),
+        ("d.jsonl@[5:]", ROWS[:5], {}, r"d.jsonl@\[5:\]: no rows to read; give a file, and a slice"),
+        ("d.parquet@[5:7]", ROWS[:5], {}, r"d.parquet@\[5:7\]: no rows"),
+        ("d.jsonl@[5]", ROWS, {}, r"the slice \[5\] is not understood; write file@"),
+        ("d.jsonl", os.mkdir, {}, "d.jsonl is a folder, not a file; give a .jsonl or .parquet file"),
+        ("d.jsonl", None, {}, "d.jsonl does not exist"),
+        ("d.jsonl", ROWS, {"input_key": "question"}, "d.jsonl:1: no key 'question' .--input-key.; the keys there"),
+        ("d.parquet", ROWS, {"label_key": "gold"}, "d.parquet row 0: no key 'gold' .--label-key.; the keys there are"),
+        ("d.jsonl", ROWS, {"tool_key": "tools"}, "d.jsonl:1: no key 'tools' .--tool-key."),
+        ("d.jsonl.gz", gzipped, {}, "d.jsonl.gz: unknown kind '.gz'; use .jsonl or .parquet, unpacked"),
+        ("d.jsonl", gzipped, {}, "d.jsonl:1: this line is no JSON"),
+        ("d.jsonl", unreadable, {}, "d.jsonl cannot be read .Input/output error.; check permissions"),
+        ("d.parquet", unreadable, {}, "d.parquet is no readable parquet file"),
+        ("d.jsonl", [{"prompt": [{"role": "user", "content": "x"}]}], {}, "chat messages: set --apply-chat-template"),
+    ],
+)  # fmt: skip
+def test_prompt_files_are_looked_at_before_anything_starts(tmp_path, flag, name, content, flags, message):
+    path = tmp_path / name.split("@")[0]
+    if callable(content):
+        content(path)
+    elif content is not None and path.suffix == ".parquet":
+        schema = pyarrow.schema([("prompt", pyarrow.string()), ("label", pyarrow.string())])
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content, schema=schema), path)
+    elif content is not None:
+        write_jsonl(path, content)
+    good = write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", **{k: "[]" for k in flags.values()}}])
+    files = {"prompt_data": good, "eval_prompt_data": ["g", good, "e", str(tmp_path / name)]}
+    if flag == "prompt_data":
+        files = {"prompt_data": str(tmp_path / name)}
+    args = Args(eval_function_path=Args().rollout_function_path, **files, **flags)
+    with pytest.raises(ConfigError, match=f"^--{flag.replace('_', '-')}: .*{message}") as error:
+        check_prompt_files(args)
+    assert "\n" not in str(error.value)
+
+
+def test_good_prompt_files_and_those_of_own_data_sources_pass_the_look(tmp_path):
+    check_prompt_files(Args(prompt_data=write_jsonl(tmp_path / "d.jsonl", ROWS), apply_chat_template=True))
+    check_prompt_files(Args(prompt_data="s3://prompts", data_source_path="mine.Source"))
+    check_prompt_files(Args(prompt_data=None))
 
 
 def test_missing_label_column_is_fine_by_default(tmp_path):

@@ -315,15 +315,8 @@ def _rollout(args: Args) -> Iterator[str]:
 def _files(args: Args) -> Iterator[str]:
     if args.hf_checkpoint is None:
         yield "--hf-checkpoint is needed: a Hugging Face folder with config.json, tokenizer and weights"
-    if args.prompt_data is not None:
-        path = Path(args.prompt_data.split("@[")[0])
-        if not path.exists():
-            yield f"--prompt-data {path}: no such file"
-    elif not args.load_debug_rollout_data and not args.dry_run and args.data_source_path.startswith("slime."):
+    no_prompts = args.prompt_data is None and not args.load_debug_rollout_data
+    if no_prompts and not args.dry_run and args.data_source_path.startswith("slime."):
         yield "--prompt-data is needed: a .jsonl or .parquet file of prompts"
-    if args.eval_prompt_data:
-        for path_text in args.eval_prompt_data[1::2]:
-            if not Path(path_text.split("@[")[0]).exists():
-                yield f"--eval-prompt-data {path_text}: no such file"
     if args.load and args.save is None and Path(args.load).is_file():
         yield f"--load {args.load}: a checkpoint is a folder, this is a file"

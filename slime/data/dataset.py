@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.errors import ConfigError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_LABEL_KEY = "label"  # the flag's default: a file may do without this one, not without one asked for
 TOKENIZE_AT_ONCE = 1024
+_CHECKED = 1000  # rows that are looked at before a run starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +44,23 @@ class PromptFile:
 
     def read(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The rows, each with its place for error messages ("data.jsonl:12")."""
-        if not self.path.is_file():
-            kind = "is a folder, not a file" if self.path.is_dir() else "does not exist"
-            raise FileNotFoundError(f"prompt file {self.path} {kind} (--prompt-data, --eval-prompt-data)")
         readers = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
         reader = readers.get(self.path.suffix)
-        if reader is None:
-            raise ValueError(f"prompt file {self.path}: unknown kind {self.path.suffix!r}; use .jsonl or .parquet")
         try:
+            if not self.path.is_file():
+                kind = "is a folder, not a file" if self.path.is_dir() else "does not exist"
+                raise FileNotFoundError(f"prompt file {self.path} {kind}; give a .jsonl or .parquet file")
+            if reader is None:
+                raise ValueError(
+                    f"prompt file {self.path}: unknown kind {self.path.suffix!r}; use .jsonl or .parquet, unpacked"
+                )
             yield from reader(self.path, self.start, self.stop)
+        except FileNotFoundError:
+            raise
         except OSError as error:
-            raise OSError(f"prompt file {self.path} cannot be read: {error}") from error
+            raise OSError(
+                f"prompt file {self.path} cannot be read ({error.strerror or error}); check permissions and disk"
+            ) from error
 
     def fingerprint(self) -> str:
         """sha256 of the file's bytes and of the slice: equal only where all rows are."""
@@ -84,17 +92,12 @@ class PromptDataset:
         tokenizer may be None where prompts are neither rendered nor measured. Raises ValueError or an OSError
         that names file, row and flag.
         """
-        source = PromptFile.parse(spec)
-        rows = list(source.read())
-        if not rows:
-            raise ValueError(f"{spec}: no rows to read")
-        label_key = _present_label_key(args.label_key, rows)
-        samples = [_to_sample(place, row, args, label_key, tokenizer) for place, row in rows]
-        kept, overlong = _split_by_length([place for place, _ in rows], samples, _prompt_limit(args), tokenizer)
+        places, samples = _read_samples(spec, args, tokenizer)
+        kept, overlong = _split_by_length(places, samples, _prompt_limit(args), tokenizer)
         if overlong:
             place, length = overlong[0]
             what = (
-                f"{len(overlong)} of {len(rows)} prompts are longer than {_prompt_limit(args)} tokens "
+                f"{len(overlong)} of {len(samples)} prompts are longer than {_prompt_limit(args)} tokens "
                 f"(first: {place}, {length} tokens)"
             )
             if args.overlong_prompt == "error":
@@ -104,7 +107,49 @@ class PromptDataset:
             if not kept:
                 raise ValueError(f"{spec}: {what}: nothing is left; raise --rollout-max-prompt-len")
             logger.warning("%s: left out (--overlong-prompt skip)", what)
-        return cls(kept, len(overlong), source.fingerprint(), spec)
+        return cls(kept, len(overlong), PromptFile.parse(spec).fingerprint(), spec)
+
+
+def check_prompt_files(args: Any) -> None:
+    """Reads the first rows of --prompt-data and --eval-prompt-data as the run will, before anything is started.
+
+    Raises ConfigError with a line for each file that cannot be read, has no rows, or lacks a column. Rows further down
+    and chat templates show when the run reads the files. A data source or evaluation of the user's is left to itself.
+    """
+    specs = [("--prompt-data", args.prompt_data, args.data_source_path, args.rollout_function_path)]
+    specs += [
+        ("--eval-prompt-data", file, args.eval_function_path, args.eval_function_path)
+        for file in (args.eval_prompt_data or [])[1::2]
+    ]
+    faults = []
+    for flag, spec, reader, function in specs:
+        if spec is None or not str(reader).startswith("slime."):
+            continue
+        try:
+            _, samples = _read_samples(spec, args.replace(apply_chat_template=False), None, _CHECKED)
+            if not args.apply_chat_template:
+                check_rendered(spec, samples, args, function)
+        except (ValueError, OSError) as error:
+            faults.append(f"{flag}: {error}")
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def check_rendered(spec: str, samples: Sequence[Sample], args: Any, function: str) -> None:
+    """Raises ValueError where prompts are chat messages, and `function` (a path) generates from text only."""
+    built_in = function == "slime.rollout.sglang_rollout.generate_rollout"
+    if built_in and args.custom_generate_function_path is None:
+        if any(not isinstance(sample.prompt, str) for sample in samples):
+            raise ValueError(f"{spec}: prompts are chat messages: set --apply-chat-template")
+
+
+def _read_samples(spec: str, args: Any, tokenizer: Any, limit: int | None = None) -> tuple[list[str], list[Sample]]:
+    """(place of each row for messages, its sample); of the first `limit` rows."""
+    rows = list(itertools.islice(PromptFile.parse(spec).read(), limit))
+    if not rows:
+        raise ValueError(f"{spec}: no rows to read; give a file, and a slice of it, that has some")
+    label_key = _present_label_key(args.label_key, rows)
+    return [place for place, _ in rows], [_to_sample(place, row, args, label_key, tokenizer) for place, row in rows]
 
 
 def _read_jsonl(path: Path, start: int | None, stop: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -167,25 +212,28 @@ def _to_sample(place: str, row: dict[str, Any], args: Any, label_key: str | None
         raise ValueError(
             f"{place}: {args.input_key!r} must be text or a list of chat messages, both not empty; found {prompt!r:.80}"
         )
-    metadata = row.get(args.metadata_key)
-    if isinstance(metadata, str):
-        try:
-            metadata = json.loads(metadata)
-        except ValueError as error:
-            raise ValueError(f"{place}: {args.metadata_key!r} is text but no JSON: {error}") from error
+    metadata = _parsed(place, args.metadata_key, row.get(args.metadata_key))
     if not isinstance(metadata, dict | None):
         raise ValueError(f"{place}: {args.metadata_key!r} must be an object, found {type(metadata).__name__}")
     metadata = dict(metadata or {})
     tools = row.get(args.tool_key) if args.tool_key else None
     if args.tool_key and args.tool_key not in row:
         raise ValueError(f"{place}: no key {args.tool_key!r} (--tool-key); the keys there are {_keys(row)}")
-    if isinstance(tools, str):
-        tools = json.loads(tools)
-    if tools:
+    if tools := _parsed(place, args.tool_key, tools):
         metadata["tools"] = tools
     if args.apply_chat_template:
         prompt = _render(place, prompt, tools, args.apply_chat_template_kwargs, tokenizer)
     return Sample(prompt=prompt, label=row[label_key] if label_key else None, metadata=metadata)
+
+
+def _parsed(place: str, key: str, value: Any) -> Any:
+    """A column's value, from JSON where it is text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{place}: {key!r} is text but no JSON: {error}") from error
 
 
 def _render(place: str, prompt: Any, tools: Any, kwargs: dict[str, Any] | None, tokenizer: Any) -> str:

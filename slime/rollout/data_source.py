@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.hooks import load_hook
-from slime.data.dataset import PromptDataset
+from slime.data.dataset import PromptDataset, check_rendered
 from slime.data.ledger import OUTCOMES, Ledger
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
@@ -89,7 +89,7 @@ class RolloutDataSource(DataSource):
             raise ValueError("--prompt-data is not set: give a .jsonl or .parquet file of prompts")
         tokenizer = load_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None
         self.dataset = PromptDataset.load(args.prompt_data, args, tokenizer)
-        self._check_prompts_are_usable()
+        check_rendered(args.prompt_data, self.dataset.prompts, args, args.rollout_function_path)
         self.cursor = Cursor()
         self.ledger = Ledger()
         # As handed out, by group index: plain copies, which the rollout's changes do not reach.
@@ -225,13 +225,6 @@ class RolloutDataSource(DataSource):
         self.ledger.moved(event, parts, [{**details, **v} for v in versions])
         for index in parts:
             self._in_flight.pop(index, None)
-
-    def _check_prompts_are_usable(self) -> None:
-        args = self.args
-        built_in = args.rollout_function_path == "slime.rollout.sglang_rollout.generate_rollout"
-        if built_in and args.custom_generate_function_path is None:
-            if any(not isinstance(s.prompt, str) for s in self.dataset.prompts):
-                raise ValueError(f"{self.dataset.name}: prompts are chat messages: set --apply-chat-template")
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
