@@ -2,7 +2,10 @@
 
     python benchmarks/save_pause.py [--hf-checkpoint FOLDER] [--rounds 5]
 
-One trainer rank. Without --hf-checkpoint a random model of 50 million parameters is made. Medians; last line: JSON.
+One trainer rank. Without --hf-checkpoint a random model of 50 million parameters is made. With --async-save training
+goes on when `save` returns, and waits before it changes anything until the copies are made, which weight update and
+generation leave time for: "stops" is without that time, as if the next step came at once; "stops in a run" is with a
+second of it. Medians; last line: JSON.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from tools.make_tiny_model import TinyModel, make_tiny_model  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-checkpoint")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.hf_checkpoint
@@ -42,7 +45,16 @@ def main() -> None:
         actor.init(args)
         seconds: dict[str, list[float]] = {
             name: []
-            for name in ("foreground", "pause", "written after", "copy of the checkpoint", "copy of the weights")
+            for name in (
+                "foreground",
+                "first save",
+                "save returns",
+                "stops",
+                "stops in a run",
+                "written after",
+                "copy of the checkpoint",
+                "copy of the weights",
+            )
         }
         weights = sum(p.numel() * p.element_size() for chunk in actor.model for p in chunk.parameters())
         nbytes = 0
@@ -54,12 +66,23 @@ def main() -> None:
                         seconds[name].append(_copy(size))
                 started = time.perf_counter()
                 actor.save(step)
-                paused = time.perf_counter()
+                returned = time.perf_counter() - started
+                in_a_run = background and step % 2 == 1
+                if in_a_run:  # generation
+                    time.sleep(1.0)
+                asked = time.perf_counter()
+                actor.finish_copies()
+                stopped = returned + time.perf_counter() - asked
                 actor.finish_save()
+                if background and step == 0:
+                    seconds["first save"].append(stopped)
                 if step > 1:  # before, all ranks are compared once, and buffers are made
-                    seconds["pause" if background else "foreground"].append(paused - started)
-                    if background:
-                        seconds["written after"].append(time.perf_counter() - started)
+                    if not background:
+                        seconds["foreground"].append(stopped)
+                        continue
+                    seconds["save returns"].append(returned)
+                    seconds["stops in a run" if in_a_run else "stops"].append(stopped)
+                    seconds["written after"].append(time.perf_counter() - started)
             (checkpoint,) = Path(args.save).glob("iter_*")
             nbytes = sum(file.stat().st_size for file in checkpoint.iterdir())
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -67,8 +90,8 @@ def main() -> None:
     for name, value in medians.items():
         print(f"{name:24}{value:9.3f} s")
     result = {f"{name.replace(' ', '_')}_s": round(value, 4) for name, value in medians.items()}
-    pairs = zip(seconds["pause"], seconds["copy of the checkpoint"], strict=True)
-    result["pause_to_copy"] = round(statistics.median(pause / copy for pause, copy in pairs), 2)
+    for name in ("stops", "stops in a run"):
+        result[f"{name.replace(' ', '_')}_to_copy"] = round(medians[name] / medians["copy of the checkpoint"], 2)
     print(json.dumps({"bytes": nbytes, "threads": torch.get_num_threads(), **result}))
 
 

@@ -6,10 +6,11 @@ import os
 import resource
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
-from megatron_runs import make_args, rank_data, rollout, tiny_model, train
+from megatron_runs import _weights, make_args, rank_data, rollout, tiny_model, train
 from ranks import run_ranks
 
 from slime.config.errors import ConfigError
@@ -100,6 +101,7 @@ def _spoil_after_saving(rank, world, port, variants):
             actor.save(step)
             if args.offload_train:
                 actor._memory.release("params")  # as the weight update does
+            actor.finish_copies()  # as who trains does
             with actor._on_device("optimizer"):
                 for tensor in tensors(actor):
                     tensor.data.fill_(7.0)
@@ -117,6 +119,42 @@ def test_a_background_save_holds_what_was_there_when_it_began(model, tmp_path):
     variants = [dict(), dict(params_dtype="bfloat16", offload_train=True), dict(use_distributed_optimizer=False)]
     all_args = [make_args(model, save=str(tmp_path / str(i)), async_save=True, **v) for i, v in enumerate(variants)]
     run_ranks(1, _spoil_after_saving, all_args)
+
+
+def _train_after_saving(rank, world, port, args):
+    """Saves with a copy that is slow to come, trains at once, and says what was saved and what was trained."""
+    from slime.backends.megatron_utils import checkpoint, freeze
+    from slime.backends.megatron_utils.actor import MegatronTrainActor
+    from slime.backends.megatron_utils.writer import CheckpointWriter
+
+    class SlowCopies(freeze.HostCopies):
+        def copy(self, tensors):
+            time.sleep(0.5)
+            return super().copy(tensors)
+
+    actor = MegatronTrainActor(rank, world, "127.0.0.1", port)
+    actor.init(args)
+    actor._freezer = freeze.Freezer(actor.optimizer)
+    actor._freezer._host = SlowCopies()
+    actor._writer = CheckpointWriter(args.save, background=True)
+    before = _weights(actor)
+    started = time.monotonic()
+    actor.save(0)
+    returned = time.monotonic() - started
+    metrics = actor.train(1, rank_data(args, ROLLOUTS[0], 1)[0])
+    actor.finish_save()
+    after = _weights(actor)
+    checkpoint.load_checkpoint(checkpoint.latest_checkpoint(args.save)[0], actor.model, actor.optimizer)
+    return before, after, _weights(actor), metrics["perf/save_wait_time"] + returned
+
+
+def test_training_waits_for_the_copy_not_for_the_save(model, tmp_path):
+    ((before, after, saved, waited),) = run_ranks(
+        1, _train_after_saving, make_args(model, save=str(tmp_path), async_save=True)
+    )
+    for name in before:
+        assert (before[name] == saved[name]).all()
+    assert any((after[name] != before[name]).any() for name in after) and waited > 0.4
 
 
 def test_weights_only_and_what_lies_on_disk(model, tmp_path):

@@ -271,7 +271,7 @@ class CheckpointArgs:
     )
     save: str | None = arg(None, "folder for checkpoints")
     save_interval: int | None = arg(None, "rollouts between checkpoints; unset: only at the end when --save is given")
-    async_save: bool = arg(False, "train on while a checkpoint is written; training stops for one copy in memory")
+    async_save: bool = arg(False, "go on while a checkpoint is copied and written; the next step waits for the copy")
     on_save_error: str = arg(
         "stop",
         "a checkpoint cannot be written (disk full): stop the run, or say so and train on",

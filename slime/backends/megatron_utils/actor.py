@@ -176,6 +176,8 @@ class MegatronTrainActor:
         rollout. Returns the returns in the same form; None on ranks that others speak for, and without a critic.
         """
         args, timers = self.args, Timers()
+        with timers("save_wait_time"):
+            self.finish_copies()
         columns, plans = self._columns(rank_data)
         if given is not None and self.ranks.is_last_stage:
             columns["values"] = data.of_samples(given, rank_data.samples)
@@ -229,6 +231,7 @@ class MegatronTrainActor:
             yield
         finally:  # also where a checkpoint could not be written and training goes on
             if self._memory is not None:
+                self.finish_copies()
                 self._memory.release(*parts)
 
     def _columns(self, rank_data: Any) -> tuple[dict[str, Any], list[list[list[int]]]]:
@@ -337,7 +340,8 @@ class MegatronTrainActor:
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> str:
         """Writes a checkpoint under --save; the next start continues with rollout_id + 1. Returns its path.
 
-        With --async-save it counts later, at the latest when `finish_save` returns. Raises SaveError on every rank.
+        With --async-save it counts later, at the latest when `finish_save` returns; the copy that it is written from is
+        made while weights are sent and engines generate, and `prepare` waits for it. Raises SaveError on every rank.
         """
         if self._writer is None:
             self._writer = CheckpointWriter(self.args.save, self.args.keep_last, background=self.args.async_save)
@@ -345,12 +349,17 @@ class MegatronTrainActor:
         self._writer.wait()  # the copies are still being read
         parts = self.model, self.optimizer, self.scheduler
         with self._on_device("optimizer"):
-            if self._freezer is not None and self._freezer.works and self._writer.checked:
+            if self._freezer is not None and self._freezer.works:
                 state: Any = checkpoint.frozen_state(self._freezer, *parts)
             else:
                 state = checkpoint.checkpoint_state(*parts)
             self._writer.save(rollout_id, state, extra_state, describe_run(self.args, self.hf.raw, extra_state))
         return str(self._writer.folder_of(rollout_id))
+
+    def finish_copies(self) -> None:
+        """Waits until weights and optimizer may change, with --async-save: until what is being saved is copied."""
+        if self._freezer is not None:
+            self._freezer.wait()
 
     def finish_save(self) -> None:
         """Waits until no checkpoint is being written. Raises SaveError on every rank when the last one failed."""

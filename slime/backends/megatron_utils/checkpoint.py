@@ -67,14 +67,16 @@ def checkpoint_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[s
 
 
 def frozen_state(freezer: Freezer, model: list[Any], optimizer: Any, scheduler: Any) -> Callable[[], dict[str, Any]]:
-    """Copies what `checkpoint_state` is made of; the result makes it, in any thread, while training goes on."""
+    """Of now, what `checkpoint_state` gives: the result makes it, once, in any thread, from copies. Nothing may change
+    what is copied before `freezer.wait` is over; training goes on from then."""
     materialise_adam(optimizer)
     state = {**_state(model, None, scheduler, with_rng=True), "world_size": dist.get_world_size()}
-    frozen, put_copies = freezer.freeze(_by_chunk(state), optimizer)
+    copy_all = freezer.freeze(_by_chunk(state), optimizer)
     # Its groups exist on the host only, so one rank of each data-parallel group gathers, as Megatron can be told.
     metadata = {**_metadata(), "distrib_optim_fully_reshardable_mem_efficient": True}
 
     def finish() -> dict[str, Any]:
+        frozen, put_copies = copy_all()
         optimizer_state = frozen.sharded_state_dict(_chunks(state), is_loading=False, metadata=metadata)
         put_copies()
         return {**state, "optimizer": optimizer_state}

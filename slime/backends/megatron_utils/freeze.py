@@ -1,13 +1,16 @@
 """A model's state as it is now, copied to the host, for a thread to save while the original trains on.
 
 Megatron makes the optimizer's part of a checkpoint by gathering its shards over the data-parallel ranks into fresh
-memory: many times the work of one copy. Here training waits for the copy of each rank's own shards only; the gathering
-is done by the same Megatron code, on a frozen stand-in for the optimizer, in the thread.
+memory: many times the work of one copy. Here each rank's own shards are copied, and the gathering is done by the same
+Megatron code, on a frozen stand-in for the optimizer, in the thread. The copy is made there too: weights are sent and
+engines generate meanwhile, and only who is about to change what is copied waits for it (`Freezer.wait`).
 """
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -37,8 +40,6 @@ class HostCopies:
             for index, start in run.places:
                 shape = tensors[index].shape
                 copies[index] = kept if start is None else kept[start : start + shape.numel()].view(shape)
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
         return copies
 
 
@@ -84,6 +85,8 @@ class Freezer:
 
     def __init__(self, optimizer: Any) -> None:
         self._host = HostCopies()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="freeze")
+        self._copies: Future[list[torch.Tensor]] | None = None
         self._groups: dict[tuple[int, ...], Any] = {}
         parts = optimizer.chained_optimizers
         # Optimizers without sharded state have nothing to gather; Megatron hands out their tensors as they are.
@@ -94,33 +97,53 @@ class Freezer:
         for ranks in sorted({ranks for of_rank in everyone for ranks in of_rank}):
             self._groups[ranks] = dist.new_group(list(ranks), backend="gloo")
 
-    def freeze(self, state: dict[str, Any], optimizer: Any) -> tuple[Any, Callable[[], None]]:
-        """state: a model's sharded state dict. Returns a stand-in whose `sharded_state_dict` gives what the optimizer's
-        would give now, and what puts copies of the model's tensors into `state`, instead of the live ones (which
-        Megatron needs until then, to tell parameters apart)."""
+    def wait(self) -> None:
+        """Returns when the copies are made, or have failed: tensors that were frozen may change from here on."""
+        if self._copies is not None:
+            wait([self._copies])
+
+    def freeze(self, state: dict[str, Any], optimizer: Any) -> Callable[[], tuple[Any, Callable[[], None]]]:
+        """Begins to copy. Nothing of it may change before `wait` is over. state: a model's sharded state dict.
+
+        The result, to be called once, in any thread, waits for the copies, and returns a stand-in whose
+        `sharded_state_dict` gives what the optimizer's would give now, and what puts copies of the model's tensors into
+        `state`, instead of the live ones (which Megatron needs until then, to tell parameters apart).
+        """
         if len(optimizer.chained_optimizers) > 1:
             optimizer._synchronize_steps()
         bases = [b for b in nested_values(state) if isinstance(b, ShardedBase) and not isinstance(b, ShardedObject)]
         bases = [b for b in bases if is_main_replica(b.replica_id)]  # others write nothing
-        parts = [_shards(part) for part in optimizer.chained_optimizers]
-        of_parts = [tensor for shards in parts for of_param in shards.values() for tensor in of_param.values()]
-        copies = iter(self._host.copy([*(base.data for base in bases), *of_parts]))
-        of_model = [next(copies) for _ in bases]
+        shards = [_shards(part) for part in optimizer.chained_optimizers]
+        of_parts = [tensor for of_part in shards for of_param in of_part.values() for tensor in of_param.values()]
+        everything = [*(base.data for base in bases), *of_parts]
+        beside = _beside(everything)
 
-        def put() -> None:
-            for base, data in zip(bases, of_model, strict=True):
-                base.data = data
+        def copy_all() -> list[torch.Tensor]:
+            with beside:
+                return self._host.copy(everything)
 
-        frozen = copy.copy(optimizer)
-        frozen.chained_optimizers = [
-            self._part(part, {param: {name: next(copies) for name in live} for param, live in shards.items()})
-            for part, shards in zip(optimizer.chained_optimizers, parts, strict=True)
-        ]
-        frozen._synchronize_steps = lambda: None
-        return frozen, put
+        copying = self._copies = self._thread.submit(copy_all)
+        plain = [copy.deepcopy(part.state_dict()) for part in optimizer.chained_optimizers]
 
-    def _part(self, part: Any, tensors: dict[Any, dict[str, torch.Tensor]]) -> Any:
-        plain = copy.deepcopy(part.state_dict())
+        def finish() -> tuple[Any, Callable[[], None]]:
+            copies = iter(copying.result())
+            of_model = [next(copies) for _ in bases]
+
+            def put() -> None:
+                for base, data in zip(bases, of_model, strict=True):
+                    base.data = data
+
+            frozen = copy.copy(optimizer)
+            frozen.chained_optimizers = [
+                self._part(part, rest, {param: {name: next(copies) for name in live} for param, live in own.items()})
+                for part, rest, own in zip(optimizer.chained_optimizers, plain, shards, strict=True)
+            ]
+            frozen._synchronize_steps = lambda: None
+            return frozen, put
+
+        return finish
+
+    def _part(self, part: Any, plain: dict[str, Any], tensors: dict[Any, dict[str, torch.Tensor]]) -> Any:
         frozen = copy.copy(part)
         frozen._get_main_param_and_optimizer_states = tensors.__getitem__
         frozen.state_dict = lambda: plain
@@ -128,6 +151,24 @@ class Freezer:
         ranks = tuple(dist.get_process_group_ranks(part.data_parallel_group))
         frozen.data_parallel_group = frozen.data_parallel_group_gloo = self._groups[ranks]
         return frozen
+
+
+def _beside(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """For work on GPU tensors in another thread: after what is queued now, on a stream of its own, done at the end."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    queued = None if device is None else torch.cuda.current_stream(device).record_event()
+
+    @contextlib.contextmanager
+    def beside() -> Iterator[None]:
+        if queued is None:
+            yield
+            return
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            torch.cuda.current_stream().wait_event(queued)
+            yield
+            torch.cuda.current_stream().synchronize()
+
+    return beside()
 
 
 def _shards(part: Any) -> dict[Any, dict[str, torch.Tensor]]:

@@ -1,10 +1,14 @@
 """`CheckpointWriter`: puts a sharded state dict on disk, completely or not at all, in the background if asked to.
 
-In the background training stops only while tensors are copied to the host; a thread with a process group of its own
-writes them. Whatever fails on one rank is raised as SaveError on all of them, and none waits for another for ever.
+In the background training does not wait for it, only for the copies that it is written from (freeze.py); a thread with
+a process group of its own writes them. Whatever fails on one rank is raised as SaveError on all of them, and none waits
+for another for ever.
 """
 
+import copy
+import dataclasses
 import io
+import logging
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import diff, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -21,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint import save as save_distributed
 
@@ -35,14 +41,26 @@ from slime.utils.checkpoint_folder import (
     write_synced,
 )
 
+logger = logging.getLogger(__name__)
+
 EXTRA = "extra_state.pt"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """tensors: as torch writes them. common: what is no tensor. parts: which ones of which tensors, without data."""
+
+    tensors: Any
+    common: Any
+    parts: list[Any]
 
 
 class CheckpointWriter:
     """Writes checkpoints into one folder. Every method is collective over all ranks.
 
-    keep_last: older checkpoints beyond it are deleted. background: `save` returns when the state has been copied; the
-    checkpoint counts from the moment when it is written, and `wait` (or the next `save`) says if it could not be.
+    keep_last: older checkpoints beyond it are deleted. background: `save` returns at once where the state is to be made
+    in the thread, else when it has been copied; the checkpoint counts from the moment when it is written, and `wait`
+    (or the next `save`) says if it could not be.
     """
 
     def __init__(self, folder: str | Path, keep_last: int | None = None, background: bool = False):
@@ -52,11 +70,6 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failed: str | None = None
         self._checked = False
-
-    @property
-    def checked(self) -> bool:
-        """Whether a state was given as it is at least once, which is when Megatron checks that all ranks agree."""
-        return self._checked
 
     def folder_of(self, step: int) -> Path:
         return self._root / checkpoint_name(step)
@@ -75,14 +88,16 @@ class CheckpointWriter:
         """
         self.wait()
         extra = pickled(extra_state or {}) if dist.get_rank() == 0 else b""
-        # Who writes what depends on the layout only: it is checked once, and here, because Megatron's check talks in
-        # the groups that training uses.
-        if isinstance(state, dict):
-            ready = self._prepare(state, check=not self._checked, copy=True)
-            self._checked = True
+        if callable(state):
+            make = state
 
-        def prepare() -> tuple[Any, bytes]:
-            return ready if isinstance(state, dict) else self._prepare(state(), check=False, copy=False)
+            def prepare() -> _Prepared:
+                return self._prepare(make(), frozen=True)
+        else:
+            ready = self._prepare(state, frozen=not self._background)
+
+            def prepare() -> _Prepared:
+                return ready
 
         def work() -> None:
             try:
@@ -97,15 +112,29 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _prepare(self, state: dict[str, Any], check: bool, copy: bool) -> tuple[Any, bytes]:
-        """(tensors as torch writes them, the pickled rest on rank 0). copy: training goes on with these tensors."""
-        sharded, common = save_preprocess(state, check)
+    def _prepare(self, state: dict[str, Any], frozen: bool) -> _Prepared:
+        """frozen: nobody changes the state while it is written."""
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        parts = [part.without_data() for part in nested_values(sharded)]
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        if self._background and copy:
-            for parts in by_key.values():
-                for part in (p for p in parts if isinstance(p, ShardedTensor) and p.data is not None):
+        if not frozen:
+            common = copy.deepcopy(common)
+            for found in by_key.values():
+                for part in (p for p in found if isinstance(p, ShardedTensor) and p.data is not None):
                     part.data = part.data.detach().to("cpu", copy=True)
-        return mcore_to_pyt_state_dict(by_key, False), pickled(common) if dist.get_rank() == 0 else b""
+        return _Prepared(mcore_to_pyt_state_dict(by_key, False), common, parts)
+
+    def _check(self, prepared: _Prepared) -> None:
+        """Once, as who writes what depends on the layout only: that the ranks' parts make up every tensor exactly, and
+        that they agree on the rest, which rank 0 writes. Megatron's own check talks in the groups of training."""
+        if self._checked:
+            return
+        parts = self._together(lambda: prepared.parts)
+        rest = self._together(lambda: prepared.common)
+        self._together(lambda: validate_sharding_integrity(parts))
+        for difference in (found for found in diff(rest[0], prepared.common) if found):
+            logger.warning("what rank %d would write of the common state differs: %s", dist.get_rank(), difference)
+        self._checked = True
 
     def wait(self) -> None:
         """Returns when nothing is being written any more. Raises SaveError when the last checkpoint failed."""
@@ -116,14 +145,14 @@ class CheckpointWriter:
         if failed is not None:
             raise SaveError(failed)
 
-    def _write(self, step: int, prepare: Callable[[], tuple[Any, bytes]], extra: bytes, run: dict[str, Any]) -> None:
+    def _write(self, step: int, prepare: Callable[[], _Prepared], extra: bytes, run: dict[str, Any]) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         path = partial_folder(self._root, step)
 
         def begin() -> None:
             if rank == 0:
                 start_partial(self._root, step)
-                write_synced(path / "common.pt", common)
+                write_synced(path / "common.pt", pickled(prepared.common))
                 write_synced(path / EXTRA, extra)
                 save_config(CheckpointingConfig("torch_dist", 1), str(path))
 
@@ -133,14 +162,15 @@ class CheckpointWriter:
                 commit(self._root, step, files, run, self._keep_last)
 
         try:
-            prepared: list[tuple[Any, bytes]] = []
-            self._together(lambda: prepared.append(prepare()))
-            tensors, common = prepared.pop()
+            made: list[_Prepared] = []
+            self._together(lambda: made.append(prepare()))
+            prepared = made.pop()
+            self._check(prepared)
             self._together(begin)
             # Megatron's own writer forks, and spawns a manager process that imports the entry module again: both go
             # wrong inside a Ray worker with gloo threads. The files are the same, and Megatron reads them.
             save_distributed(
-                tensors,
+                prepared.tensors,
                 storage_writer=FileSystemWriter(path, thread_count=1),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=self._group,
