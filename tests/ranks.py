@@ -18,9 +18,10 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     `fn` and results must be picklable. Raises AssertionError with the traceback of the first rank that failed, or
     when not all are done after `timeout` seconds; no process outlives the call.
     """
-    # A fork server imports Megatron once (seconds of CPU time) and forks ranks from a process without threads.
+    # A fork server imports Megatron once (seconds of CPU time), and what torch's optimizers import when the first one
+    # is made (a second and more), and forks ranks from a process without threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["slime.backends.megatron_utils.actor"])
+    context.set_forkserver_preload(["slime.backends.megatron_utils.actor", "torch._dynamo", "numpy.random"])
     results: Any = context.Queue()
     port = free_port()
     ranks = [
