@@ -210,11 +210,14 @@ def test_backward_computes_only_logits_that_it_needs_and_lacks(n, live, again):
     assert count.rows == n + again
 
 
-def test_extreme_logits_stay_finite():
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_extreme_logits_stay_finite(temperature):
     hidden = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
-    out = linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 0, 2]), with_entropy=True)
-    torch.testing.assert_close(out[0], torch.tensor([0.0, -2e4, -torch.log(torch.tensor(3.0))]))
+    out = linear_log_probs_and_entropy(
+        hidden, weight, torch.tensor([0, 0, 2]), temperature=temperature, with_entropy=True
+    )
+    torch.testing.assert_close(out[0], torch.tensor([0.0, -2e4 / temperature, -torch.log(torch.tensor(3.0))]))
     assert out[1].isfinite().all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(out[0].sum() + out[1].sum(), (hidden, weight)))
 
