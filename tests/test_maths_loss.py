@@ -384,6 +384,7 @@ def test_log_prob_of_a_token_comes_from_the_row_before_it(parts, seed):
     kwargs = dict(args=base_args(), unconcat_tokens=tokens, total_lengths=totals, response_lengths=responses)
     _, out = L.get_log_probs_and_entropy(logits, with_entropy=True, **kwargs)
     assert list(L.get_log_probs_and_entropy(logits, **kwargs)[1]) == ["log_probs"]  # entropy only where asked for
+    assert list(L.log_probs_of(kwargs["args"], kwargs, logits)) == ["log_probs"]
     pieces = list(L.get_responses(logits, **kwargs))
     start = 0
     for i, (prompt, response) in enumerate(parts):
