@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,12 +18,24 @@ from tools.make_tiny_model import TinyModel, make_tiny_model
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.e2e, pytest.mark.engine]
 REWARDS = """
+import pathlib
+import time
+
+
 async def length(args, sample, **kwargs):
     return float(sum(sample.tokens[-sample.response_length:]) % 5)
 
 
-async def broken(args, sample, **kwargs):
-    raise KeyError("no such answer")
+async def length_until_broken(args, sample, **kwargs):
+    if pathlib.Path("break_it").exists():
+        raise KeyError("no such answer")
+    return await length(args, sample)
+
+
+def hang_at_2(args, rollout_id, rollout_data):
+    if rollout_id == 2:
+        pathlib.Path("hangs").touch()
+        time.sleep(600)
 """
 
 
@@ -61,12 +74,16 @@ class Run:
         )
 
     def wait_for(self, text: str, timeout: float = 400.0) -> str:
+        self.wait_until(lambda: text in self.log.read_text(), repr(text), timeout)
+        return self.log.read_text()
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout: float = 400.0) -> None:
         deadline = time.monotonic() + timeout
-        while text not in (seen := self.log.read_text()):
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{seen[-6000:]}"
-            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{seen[-6000:]}"
+        while not condition():
+            seen = self.log.read_text()[-6000:]
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{seen}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout} s:\n{seen}"
             time.sleep(0.3)
-        return seen
 
     def wait(self, timeout: float = 500.0) -> int:
         try:
@@ -141,8 +158,11 @@ def test_tp2_pp2_with_a_real_engine_then_resume_and_interrupt(folder):
 
 
 @pytest.mark.timeout(900)
-def test_an_engine_that_is_killed_comes_back_with_the_weights(folder):
-    run = Run(folder, "--num-rollout", "1000", "--run-dir", "killed", "--rollout-health-check-interval", "2")
+def test_an_engine_that_is_killed_comes_back_and_a_reward_that_raises_stops_the_run(folder):
+    run = Run(
+        folder, "--num-rollout", "1000", "--run-dir", "killed", "--rollout-health-check-interval", "2",
+        "--custom-rm-path", "my_rewards.length_until_broken",
+    )  # fmt: skip
     run.wait_for("step 2/1000")
     scheduler = [p for p in run.descendants() if "sched" in p.name() or "sglang::sched" in " ".join(p.cmdline())]
     assert scheduler, [p.name() for p in run.descendants()]
@@ -155,18 +175,21 @@ def test_an_engine_that_is_killed_comes_back_with_the_weights(folder):
     assert [s["step"] for s in steps] == list(range(len(steps)))
     assert all(s["rollout/samples"] == 12 for s in steps)
     assert all(s["train/logprob_gap_max"] < 1e-4 for s in steps)  # after the restart too: it had the weights
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait(120) == 130, run.log.read_text()[-3000:]
+    (folder / "break_it").touch()
+    assert run.wait() == 1
+    text = run.log.read_text()
+    assert 'raise KeyError("no such answer")' in text and "sample " in text.splitlines()[-1]
     run.assert_nothing_left()
 
 
 @pytest.mark.timeout(500)
 def test_ppo_with_a_critic_of_another_size(folder):
-    """One actor rank and two critic ranks, on saved samples: alone at first, then both, in one checkpoint folder."""
+    """One actor rank and two critic ranks, on saved samples: alone at first, then both, in one checkpoint folder. Then
+    a rank hangs, and SIGTERM ends all of them."""
     from slime.observability.samples import save_sample_dump
     from slime.utils.types import Sample
 
-    for rollout_id in range(2):
+    for rollout_id in range(3):
         samples = [
             Sample(
                 index=i, group_index=i // 4, tokens=[5 + i, 6, 7 + rollout_id, *range(8, 9 + i % 5)],
@@ -176,11 +199,14 @@ def test_ppo_with_a_critic_of_another_size(folder):
         ]  # fmt: skip
         save_sample_dump(str(folder / f"dump_{rollout_id}.pt"), samples)
     run = Run(
-        folder, "--num-rollout", "2", "--run-dir", "ppo", "--load-debug-rollout-data", "dump_{rollout_id}.pt",
-        "--save", "ck_ppo", "--advantage-estimator", "ppo", "--critic-num-gpus-per-node", "2", "--critic-lr", "1e-2",
+        folder, "--num-rollout", "3", "--run-dir", "ppo", "--load-debug-rollout-data", "dump_{rollout_id}.pt",
+        "--save", "ck_ppo", "--save-interval", "2", "--rollout-data-postprocess-path", "my_rewards.hang_at_2",
+        "--advantage-estimator", "ppo", "--critic-num-gpus-per-node", "2", "--critic-lr", "1e-2",
         "--num-critic-only-steps", "1", "--num-steps-per-rollout", "2",
     )  # fmt: skip
-    assert run.wait() == 0, run.log.read_text()[-6000:]
+    run.wait_until((folder / "hangs").exists, "a trainer rank that hangs")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(120) == 130, run.log.read_text()[-3000:]
     run.assert_nothing_left()
     alone, both = lines(folder, "ppo")
     assert "train/grad_norm" not in alone and both["train/grad_norm"] > 0
@@ -190,15 +216,6 @@ def test_ppo_with_a_critic_of_another_size(folder):
     assert both["critic/value_mean"] != 0.0
     for name in ("iter_0000001/metadata.json", "critic/iter_0000001/metadata.json"):
         assert (folder / "ck_ppo" / name).is_file()
-
-
-@pytest.mark.timeout(500)
-def test_a_reward_that_raises_stops_the_run_with_its_traceback(folder):
-    run = Run(folder, "--num-rollout", "2", "--run-dir", "broken", "--custom-rm-path", "my_rewards.broken")
-    assert run.wait() == 1
-    text = run.log.read_text()
-    assert 'raise KeyError("no such answer")' in text and "sample " in text.splitlines()[-1]
-    run.assert_nothing_left()
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,6 @@ from slime.backends.sglang_utils.client import EngineClient, EngineEndpoint
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("sync") / "qwen3", "qwen3", tied=True)
-
-
 def start_server(folder, log):
     from slime.backends.sglang_utils.server import EngineSpec, SGLangServer
 
@@ -30,11 +25,12 @@ def start_server(folder, log):
     return server
 
 
-@pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    server = start_server(folder, tmp_path_factory.mktemp("log") / "engine.log")
-    yield server
-    server.stop()
+@pytest.fixture
+def served(tiny_engine, tiny_model):
+    """(URL of the session's engine, folder of its model); afterwards the engine has the folder's weights again."""
+    yield tiny_engine.url, tiny_model
+    with EngineClient(tiny_engine.url) as client:
+        client.update_weights_from_disk(str(tiny_model))
 
 
 def engine_log_probs(url, tokens):
@@ -104,20 +100,21 @@ def push_changed_weights(rank, world, port, args, urls, out):
     return first, receipt, again, handed_over
 
 
-def test_changed_weights_arrive_byte_by_byte(folder, server, tmp_path):
+def test_changed_weights_arrive_byte_by_byte(served, tmp_path):
+    url, folder = served
     args = make_args(
         folder, 4, 2, 2, update_weight_buffer_size=60_000, check_weights_interval=1, sequence_parallel=True
     )
-    receipts = run_ranks(4, push_changed_weights, args, [server.url], tmp_path / "hf")
+    receipts = run_ranks(4, push_changed_weights, args, [url], tmp_path / "hf")
     first, second, third, _ = receipts[0]
     assert receipts[1:] == [(None,) * 4] * 3
     for receipt in receipts[0]:
         # 11 tensors a layer, embedding and final norm; the engine has 8 a layer after fusing.
-        assert (receipt.tensors, receipt.digests_checked, receipt.digests_ok) == (46, 34, True)
+        assert (receipt.tensors, receipt.digests_checked, receipt.digests_ok) == (24, 18, True)
         assert receipt.bytes == sum(p.numel() for p in _parameters(folder)) * 4 and receipt.gb_per_s > 0
-    assert (first.changed, second.changed, third.changed) == (None, 34, None)  # a new connection starts afresh
+    assert (first.changed, second.changed, third.changed) == (None, 18, None)  # a new connection starts afresh
     for tokens in TOKENS:
-        ours, version = engine_log_probs(server.url, tokens)
+        ours, version = engine_log_probs(url, tokens)
         assert version == "9"
         torch.testing.assert_close(ours, reference_log_probs(tmp_path / "hf", tokens), rtol=0, atol=1e-4)
         assert (ours - reference_log_probs(folder, tokens)).abs().max() > 0.01  # they are not the old weights
