@@ -158,15 +158,17 @@ def test_tp2_pp2_with_a_real_engine_then_resume_and_interrupt(folder):
 
 
 @pytest.mark.timeout(900)
-def test_an_engine_that_is_killed_comes_back_and_a_reward_that_raises_stops_the_run(folder):
+def test_an_engine_of_two_ranks_is_killed_and_comes_back_and_a_reward_that_raises_stops_the_run(folder):
+    shared_before = set(os.listdir("/dev/shm"))
     run = Run(
         folder, "--num-rollout", "1000", "--run-dir", "killed", "--rollout-health-check-interval", "2",
-        "--custom-rm-path", "my_rewards.length_until_broken",
+        "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--custom-rm-path",
+        "my_rewards.length_until_broken",
     )  # fmt: skip
     run.wait_for("step 2/1000")
-    scheduler = [p for p in run.descendants() if "sched" in p.name() or "sglang::sched" in " ".join(p.cmdline())]
-    assert scheduler, [p.name() for p in run.descendants()]
-    scheduler[0].send_signal(signal.SIGKILL)
+    schedulers = [p for p in run.descendants() if "sched" in p.name() or "sglang::sched" in " ".join(p.cmdline())]
+    assert len(schedulers) == 2, [p.name() for p in run.descendants()]
+    schedulers[1].send_signal(signal.SIGKILL)
     # Whether it died in a rollout or in a sync: its requests are sent again, and training goes on.
     run.wait_for("serves again")
     done = len(lines(folder, "killed"))
@@ -175,11 +177,15 @@ def test_an_engine_that_is_killed_comes_back_and_a_reward_that_raises_stops_the_
     assert [s["step"] for s in steps] == list(range(len(steps)))
     assert all(s["rollout/samples"] == 12 for s in steps)
     assert all(s["train/logprob_gap_max"] < 1e-4 for s in steps)  # after the restart too: it had the weights
+    assert all(s["sync/verified"] == 1 for s in steps)  # digests of both ranks, of an untied model with padding
+    last = (folder / "killed" / "samples" / f"step_{done + 2:06d}.jsonl").read_text().splitlines()
+    assert {v for line in last for v in json.loads(line)["versions"]} == {str(done + 2)}
     (folder / "break_it").touch()
     assert run.wait() == 1
     text = run.log.read_text()
     assert 'raise KeyError("no such answer")' in text and "sample " in text.splitlines()[-1]
     run.assert_nothing_left()
+    assert not {f for f in os.listdir("/dev/shm") if f.startswith("sglang_")} - shared_before
 
 
 @pytest.mark.timeout(500)
