@@ -1,5 +1,6 @@
 """The whole product as a user starts it: train.py with Ray, Megatron ranks, a real engine and the router."""
 
+import contextlib
 import json
 import os
 import signal
@@ -104,6 +105,14 @@ class Run:
                 pass
         return out
 
+    def shared_memory(self) -> set[str]:
+        """The engines' files in /dev/shm; other files there belong to other programs."""
+        paths: set[str] = set()
+        for process in self.descendants():
+            with contextlib.suppress(psutil.Error):  # it may have ended since
+                paths |= {entry.path for entry in process.memory_maps()}
+        return {path for path in paths if path.startswith("/dev/shm/sglang_")}
+
     def assert_nothing_left(self, timeout: float = 30.0) -> None:
         deadline = time.monotonic() + timeout
         while left := self.descendants():
@@ -159,7 +168,6 @@ def test_tp2_pp2_with_a_real_engine_then_resume_and_interrupt(folder):
 
 @pytest.mark.timeout(900)
 def test_an_engine_of_two_ranks_is_killed_and_comes_back_and_a_reward_that_raises_stops_the_run(folder):
-    shared_before = set(os.listdir("/dev/shm"))
     run = Run(
         folder, "--num-rollout", "1000", "--run-dir", "killed", "--rollout-health-check-interval", "2",
         "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--custom-rm-path",
@@ -180,12 +188,14 @@ def test_an_engine_of_two_ranks_is_killed_and_comes_back_and_a_reward_that_raise
     assert all(s["sync/verified"] == 1 for s in steps)  # digests of both ranks, of an untied model with padding
     last = (folder / "killed" / "samples" / f"step_{done + 2:06d}.jsonl").read_text().splitlines()
     assert {v for line in last for v in json.loads(line)["versions"]} == {str(done + 2)}
+    shared = run.shared_memory()
+    assert shared
     (folder / "break_it").touch()
     assert run.wait() == 1
     text = run.log.read_text()
     assert 'raise KeyError("no such answer")' in text and "sample " in text.splitlines()[-1]
     run.assert_nothing_left()
-    assert not {f for f in os.listdir("/dev/shm") if f.startswith("sglang_")} - shared_before
+    assert not [path for path in shared if os.path.exists(path)]
 
 
 @pytest.mark.timeout(500)
