@@ -9,6 +9,7 @@ log-probs are compared with transformers' on the sent weights, where its CPU cod
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from tools.make_tiny_model import TinyModel, make_tiny_model
 
 # Sizes differ pairwise; inner sizes are multiples of 32, which SGLang's CPU code would pad to.
 SIZES = dict(
-    num_layers=3, hidden_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=16, intermediate_size=96,
+    num_layers=3, hidden_size=192, num_attention_heads=6, num_key_value_heads=2, head_dim=16, intermediate_size=128,
     vocab_size=331, max_position_embeddings=256,
 )  # fmt: skip
 TOKENS = [5, 17, 300, 42, 7, 99, 12, 250, 3, 31, 64]
@@ -54,6 +55,8 @@ def main() -> int:
 
 def _family(folder: Path, family: str, dtype: str) -> dict[str, Any]:
     make_tiny_model(folder / "model", TinyModel(arch=family, dtype=dtype, **SIZES))
+    if family in ("deepseek_v2", "deepseek_v3"):
+        _as_published(folder / "model" / "config.json")
     args = Args(
         hf_checkpoint=str(folder / "model"), device="cpu", params_dtype=dtype, actor_num_gpus_per_node=1,
         rollout_num_gpus=1, rollout_max_context_len=128, sglang_server_concurrency=4, sglang_start_timeout=570.0,
@@ -81,10 +84,27 @@ def _family(folder: Path, family: str, dtype: str) -> dict[str, Any]:
         row |= _log_probs(server, folder / "sent")
     except (WeightSyncError, ConfigError, RuntimeError, OSError) as error:
         row["error"] = str(error)[:600]
+        log = folder / "engine.log"
+        print(*(log.read_text().splitlines()[-40:] if log.is_file() else ()), sep="\n", file=sys.stderr)
     finally:
         destroy_parallel()
         server.stop()
     return row
+
+
+def _as_published(config: Path) -> None:
+    """Keys of DeepSeek's own files that SGLang reads, and yarn, the only rope of its CPU code."""
+    raw = json.loads(config.read_text())
+    third = raw["model_type"] == "deepseek_v3"
+    raw |= {
+        "moe_layer_freq": 1, "topk_method": "noaux_tc" if third else "greedy",
+        "scoring_func": "sigmoid" if third else "softmax",
+    }  # fmt: skip
+    raw["rope_parameters"] = {
+        "rope_type": "yarn", "rope_theta": raw["rope_theta"], "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    config.write_text(json.dumps(raw, indent=1))
 
 
 def _change(chunks: list[Any]) -> None:
