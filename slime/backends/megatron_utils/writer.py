@@ -178,10 +178,11 @@ class CheckpointWriter:
             described = self._together(lambda: {n: describe(path / n) for n in files_in(path)[rank::world]})
             self._together(finish)
         except (Exception, CheckpointException) as error:  # torch's is no Exception
+            room = _room(self._root)  # torch hides the system's "no space left" behind an error of its own
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # makes room where the disk is full
             raise SaveError(
-                f"checkpoint of step {step} in {self._root} could not be written: {in_one_line(error)}"
+                f"checkpoint of step {step} in {self._root} could not be written: {in_one_line(error)}{room}"
             ) from error
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
@@ -196,6 +197,13 @@ class CheckpointWriter:
         if fault := next((f for _, f in outcomes if f), None):
             raise SaveError(fault)
         return [r for r, _ in outcomes]
+
+
+def _room(folder: Path) -> str:
+    try:
+        return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB are free there)"
+    except OSError:
+        return ""
 
 
 def pickled(value: Any) -> bytes:
