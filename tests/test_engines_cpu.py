@@ -106,9 +106,29 @@ LINEAR = textwrap.dedent(
 )
 
 
+SAMPLING = textwrap.dedent(
+    """
+    import sglang.srt.layers.sampler as sampler
+
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25 - 1e-3, 1e-3, 0.0]).expand(200_000, 7)
+    drawn = sampler.sampling_from_probs_torch(probs.contiguous())
+    assert drawn.dtype == torch.int32 and drawn.shape == (200_000,)
+    seen = torch.bincount(drawn, minlength=7).double() / len(drawn)
+    deviation = (probs[0] * (1 - probs[0]) / len(drawn)).sqrt().double()
+    assert ((seen - probs[0]).abs() <= 5 * deviation).all(), seen  # exactly 0 where the probability is
+    torch.rand, plain = (lambda *size, dtype: torch.full(size, 1.0 - 2.0**-53, dtype=dtype)), torch.rand
+    assert sampler.sampling_from_probs_torch(probs[:3]).tolist() == [5] * 3, "the largest number that rand can give"
+    torch.rand = lambda *size, dtype: torch.zeros(size, dtype=dtype)
+    assert sampler.sampling_from_probs_torch(probs[:3]).tolist() == [1] * 3, "the least"
+    torch.rand = plain
+    print("fair")
+    """
+)
+
+
 def test_the_engines_parts_do_what_sglang_does():
     paths = [str(STAND_INS), str(engine_site()), *sys.path]
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", ATTENTION + LINEAR]
+    command = [sys.executable, "-c", ATTENTION + LINEAR + SAMPLING]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["same", "fresh"], run.stderr[-3000:]
+    assert run.stdout.split() == ["same", "fresh", "fair"], run.stderr[-3000:]
