@@ -1,6 +1,5 @@
 """Digests without an engine: cutting, order, completeness, and the CUDA engines' hash against SGLang's own kernel."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+import xxhash
 
 from slime.backends.sglang_utils.checksum import EngineDigests, compare_digests
 from slime.backends.sglang_utils.engine_layout import EngineLayout
@@ -49,8 +49,8 @@ def tensors(hf):
     return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
 
 
-def sha(*parts):
-    return hashlib.sha256(b"".join(p.contiguous().view(torch.uint8).numpy().tobytes() for p in parts)).hexdigest()[:16]
+def xxh3(*parts):
+    return xxhash.xxh3_64_hexdigest(b"".join(p.contiguous().view(torch.uint8).numpy().tobytes() for p in parts))
 
 
 def digests(hf, named, tp=1, device="cpu", **options):
@@ -65,18 +65,18 @@ def test_fusing_padding_and_cutting():
     t = tensors(hf)
     first, second = digests(hf, t, tp=2)
     q, k, v = (t[f"{LAYER}.self_attn.{n}_proj.weight"] for n in "qkv")
-    assert first[f"{LAYER}.self_attn.qkv_proj.weight"] == sha(q[:6], k[:3], v[:3])
-    assert second[f"{LAYER}.self_attn.qkv_proj.weight"] == sha(q[6:], k[3:], v[3:])
-    assert second[f"{LAYER}.self_attn.o_proj.weight"] == sha(t[f"{LAYER}.self_attn.o_proj.weight"][:, 6:])
+    assert first[f"{LAYER}.self_attn.qkv_proj.weight"] == xxh3(q[:6], k[:3], v[:3])
+    assert second[f"{LAYER}.self_attn.qkv_proj.weight"] == xxh3(q[6:], k[3:], v[3:])
+    assert second[f"{LAYER}.self_attn.o_proj.weight"] == xxh3(t[f"{LAYER}.self_attn.o_proj.weight"][:, 6:])
     # The MLP of 40 is padded to 2 x 32, the vocabulary of 70 to 2 x 64.
     gate, up = (t[f"{LAYER}.mlp.{n}_proj.weight"] for n in ("gate", "up"))
     pad = torch.zeros(24, 12).bfloat16()
-    assert first[f"{LAYER}.mlp.gate_up_proj.weight"] == sha(gate[:32], up[:32])
-    assert second[f"{LAYER}.mlp.gate_up_proj.weight"] == sha(gate[32:], pad, up[32:], pad)
-    assert second["model.embed_tokens.weight"] == sha(
+    assert first[f"{LAYER}.mlp.gate_up_proj.weight"] == xxh3(gate[:32], up[:32])
+    assert second[f"{LAYER}.mlp.gate_up_proj.weight"] == xxh3(gate[32:], pad, up[32:], pad)
+    assert second["model.embed_tokens.weight"] == xxh3(
         t["model.embed_tokens.weight"][64:], torch.zeros(58, 12).bfloat16()
     )
-    assert first["model.norm.weight"] == second["model.norm.weight"] == sha(t["model.norm.weight"])
+    assert first["model.norm.weight"] == second["model.norm.weight"] == xxh3(t["model.norm.weight"])
     assert set(first) == set(second) and len(first) == 8
 
 
@@ -87,8 +87,8 @@ def test_key_value_heads_are_shared_on_cuda_and_padded_on_cpu():
     cpu = digests(hf, t, tp=4)
     zero = torch.zeros(3, 12).bfloat16()
     # On CPU 2 key/value heads become 4, and with them 4 query heads become 8.
-    assert cpu[1][f"{LAYER}.self_attn.qkv_proj.weight"] == sha(q[6:], k[3:], v[3:])
-    assert cpu[3][f"{LAYER}.self_attn.qkv_proj.weight"] == sha(zero, zero, zero, zero)
+    assert cpu[1][f"{LAYER}.self_attn.qkv_proj.weight"] == xxh3(q[6:], k[3:], v[3:])
+    assert cpu[3][f"{LAYER}.self_attn.qkv_proj.weight"] == xxh3(zero, zero, zero, zero)
     cuda = digests(hf, t, tp=4, device="cuda")
     whole = torch.cat([q[3:6], k[:3], v[:3]]).contiguous().view(torch.uint8).reshape(-1)
     assert cuda[1][f"{LAYER}.self_attn.qkv_proj.weight"] == f"{tile_hash(whole):016x}"
@@ -193,7 +193,7 @@ def test_experts_are_hashed_in_any_order_and_cut_for_each_rank():
             for r in range(2)
         ],
     }
-    scattered = dict(sorted(t.items(), key=lambda item: sha(item[1])))
+    scattered = dict(sorted(t.items(), key=lambda item: xxh3(item[1])))
     found = digests(hf, scattered, tp=2, device="cuda")
     for name, ranks in both.items():
         for r, whole in enumerate(ranks):
@@ -201,7 +201,7 @@ def test_experts_are_hashed_in_any_order_and_cut_for_each_rank():
             assert found[r][f"{LAYER}.mlp.experts.{name}"] == want
     whole = digests(hf, scattered)[0][f"{LAYER}.mlp.experts.w2_weight"]
     padded = torch.cat([torch.cat(both["w2_weight"], 2), torch.zeros(6, 64, 16).bfloat16()], 2)
-    assert whole == sha(padded)  # each rank's inner size is a multiple of 32 on CPU
+    assert whole == xxh3(padded)  # each rank's inner size is a multiple of 32 on CPU
 
 
 # SGLang's kernel file needs only torch and triton; triton's interpreter runs it on CPU tensors.

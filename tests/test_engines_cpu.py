@@ -126,9 +126,29 @@ SAMPLING = textwrap.dedent(
 )
 
 
+DIGESTS = textwrap.dedent(
+    """
+    from types import SimpleNamespace
+
+    import xxhash
+    from sglang.srt.utils.weight_checker import WeightChecker
+
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.randn(7, 33))
+    checker = object.__new__(WeightChecker)
+    checker.__dict__ |= dict(_get_model=lambda: module, _placement={}, _parallelism_info=lambda role: None)
+    import sglang.srt.utils.weight_checker as module_
+    module_.ChecksumInfo = lambda **values: SimpleNamespace(model_dump=lambda: values)
+    found = checker._compute_checksum(role="target")["checksums"]
+    assert found == {"weight": xxhash.xxh3_64_hexdigest(module.weight.detach().numpy().tobytes())}, found
+    print("agreed")
+    """
+)
+
+
 def test_the_engines_parts_do_what_sglang_does():
     paths = [str(STAND_INS), str(engine_site()), *sys.path]
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", ATTENTION + LINEAR + SAMPLING]
+    command = [sys.executable, "-c", ATTENTION + LINEAR + SAMPLING + DIGESTS]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["same", "fresh", "fair"], run.stderr[-3000:]
+    assert run.stdout.split() == ["same", "fresh", "fair", "agreed"], run.stderr[-3000:]

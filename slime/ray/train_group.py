@@ -10,7 +10,7 @@ import ray
 
 from slime.config import Args, Layout
 from slime.ray.placement import Bundle
-from slime.utils.threads import omp_env
+from slime.utils.threads import cpu_env
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +183,8 @@ def _env(args: Args, layout: Layout) -> dict[str, str]:
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if args.device == "cpu":
         cores = len(os.sched_getaffinity(0))
-        env |= omp_env(max(1, cores // (layout.world_size + layout.critic_world_size)))
+        env |= cpu_env(max(1, cores // (layout.world_size + layout.critic_world_size)))
         env["CUDA_VISIBLE_DEVICES"] = ""
-        env["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: first touches of 4 kB pages cost more than the work
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "")
     else:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps communication by launch order

@@ -13,7 +13,7 @@ from slime.config.derive import resolve_device
 from slime.config.engine_options import RESERVED_SERVER, command_line, overlay, server_options
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig, load_hf_config
-from slime.utils.threads import omp_env
+from slime.utils.threads import cpu_env
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 # A CPU engine keeps its KV cache in RAM; more than this rarely helps on a few cores.
@@ -127,7 +127,7 @@ def server_env(args: Args, spec: EngineSpec, base: dict[str, str] | None = None)
             "SGLANG_USE_CPU_ENGINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
-            **omp_env(spec.threads, env),
+            **cpu_env(spec.threads, env),
         }
         if args.rollout_num_gpus_per_engine > 1:
             # SGLang takes more ranks than NUMA nodes only when each rank's cores are named.
