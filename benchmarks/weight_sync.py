@@ -13,7 +13,9 @@ import statistics
 import tempfile
 import time
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as trainer ranks run on CPU; torch reads it once
+from slime.utils.threads import cpu_env
+
+os.environ |= cpu_env(len(os.sched_getaffinity(0)))  # as trainer ranks run on CPU; libraries read it once
 
 import torch  # noqa: E402
 

@@ -75,6 +75,10 @@ class EngineClient:
         """The version of the last update, "default" before the first."""
         return self.model_info()["weight_version"]
 
+    def freeze_gc(self) -> None:
+        """Garbage collections of the engine's processes leave out what is there now: models and modules."""
+        self._call("POST", "freeze_gc")
+
     # -- generation -----------------------------------------------------------------------------------------------
 
     def generate(self, timeout: float = 600.0, **body: Any) -> Any:
