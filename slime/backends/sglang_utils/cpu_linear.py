@@ -43,8 +43,8 @@ class PackedWeights:
         """x [..., in] times layer.weight [out, in] (float32), plus bias [out]: [..., out]."""
         packed = self._packed.get(layer)
         if packed is None:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
-            self._packed[layer] = packed
+            weight: Any = layer.weight
+            packed = self._packed[layer] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def linear(
