@@ -18,6 +18,7 @@ from parso.tree import NodeOrLeaf
 # Module -> (fast tests, most telling first; slow tests, of real ranks, for mutants that the fast ones leave alive).
 FORMULAS, LOSS, BATCH = "tests/test_maths_formulas.py", "tests/test_maths_loss.py", "tests/test_maths_batch.py"
 IMPORTANCE, REWARDS, SCHEDULE = (f"tests/test_maths_{name}.py" for name in ("importance", "rewards", "schedule"))
+DISTILLATION = "tests/test_maths_distillation.py"
 VOCAB, CONTEXT = "tests/test_maths_vocab_parallel.py", "tests/test_megatron_context_parallel.py"
 VOCAB_RANKS = f"{VOCAB}::test_split_vocabulary_equals_whole"
 CONTEXT_RANKS = f"{CONTEXT}::test_training_is_that_of_one_process[cp2 dp2]"
@@ -35,8 +36,8 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
     "slime/data/schedule.py": ([SCHEDULE, LOSS], []),
     "slime/data/batch.py": ([BATCH], []),
     "slime/backends/megatron_utils/advantages.py": ([LOSS], []),
-    "slime/backends/megatron_utils/loss.py": ([LOSS, "tests/test_plugins_combine.py"], [CONTEXT_RANKS]),
-    "slime/backends/megatron_utils/log_probs.py": ([LOSS, "tests/test_maths_distillation.py"], [CONTEXT_RANKS]),
+    "slime/backends/megatron_utils/loss.py": ([LOSS, DISTILLATION, "tests/test_plugins_combine.py"], [CONTEXT_RANKS]),
+    "slime/backends/megatron_utils/log_probs.py": ([LOSS, DISTILLATION], [CONTEXT_RANKS]),
     "slime/backends/megatron_utils/cp_utils.py": ([CONTEXT, LOSS], [CONTEXT_RANKS]),
 }
 

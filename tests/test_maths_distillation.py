@@ -122,6 +122,9 @@ def test_added_to_another_estimator():
     data = make_data()
     pure = run(base_args(advantage_estimator="on_policy_distillation", distill_topk=3), data)[0]
     alone = run(base_args(), data)[0]
+    twice = {**data, "token_weights": [2 * w for w in data["token_weights"]]}
+    heavy = run(base_args(advantage_estimator="on_policy_distillation", distill_topk=3), twice)[0]
+    assert heavy == pytest.approx(2 * pure, rel=1e-6)
     both, metrics, _ = run(base_args(opd_kl_coef=0.3, distill_topk=3), data)
     assert both == pytest.approx(alone + 0.3 * pure, rel=1e-5) and 0 < metrics["distill_teacher_mass"] < 1
 
