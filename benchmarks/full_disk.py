@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,8 +93,9 @@ def _run(folder: Path, disk: Path, steps: int, background: bool, on_error: str) 
             again = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=_env(), cwd=folder, timeout=300)
         row["exit_again"] = again.returncode
     row["end"] = _whole(disk / "ck")
+    full = re.search(r"\(0\.\d MB are free there\)", row["said"]) is not None
     as_asked = row["exit"] == 0 if on_error == "continue" else row["exit"] == 1 and row["exit_again"] == 0
-    row["ok"] = as_asked and "(0.1 MB are free there)" in row["said"] and row["kept"] < row["end"] == steps - 1
+    row["ok"] = as_asked and full and row["kept"] < row["end"] == steps - 1
     return row
 
 
