@@ -121,6 +121,13 @@ SAMPLING = textwrap.dedent(
     torch.rand = lambda *size, dtype: torch.zeros(size, dtype=dtype)
     assert sampler.sampling_from_probs_torch(probs[:3]).tolist() == [1] * 3, "the least"
     torch.rand = plain
+    for bad in (torch.nan, torch.inf):
+        try:
+            sampler.sampling_from_probs_torch(torch.tensor([[0.5, 0.5], [bad, 0.5]]))
+        except ValueError as error:
+            assert "not finite" in str(error)
+        else:
+            raise AssertionError(bad)
     print("fair")
     """
 )

@@ -101,6 +101,9 @@ def test_an_engine_as_teacher_scores_the_very_tokens(args, tiny_engine):
         torch.testing.assert_close(torch.tensor(sample.teacher_topk_log_probs), best.values, rtol=0, atol=1e-4)
         assert sample.teacher_topk_indices == best.indices.tolist()
     assert samples_to_columns(taught, samples)["teacher_topk_indices"][0].shape == (samples[0].response_length, 3)
+    last = Sample(tokens=[5, 6, 330, 0, 7], response_length=3)  # SGLang reports the vocabulary's last id as 0
+    run(score_with_teacher(taught, last, taught.opd_teacher_url))
+    assert last.teacher_log_probs == pytest.approx(log_probs_by_transformers(taught, last), abs=1e-4)
     wrong = Sample(tokens=[5, 6, 7], response_length=0)
     run(score_with_teacher(taught, wrong, taught.opd_teacher_url))
     assert wrong.teacher_log_probs == wrong.teacher_topk_log_probs == wrong.teacher_topk_indices == []

@@ -16,10 +16,15 @@ _SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
 def draw(probs: torch.Tensor) -> torch.Tensor:
     """probs float [sequences, vocabulary], not negative -> int32 [sequences], drawn by inversion of the running sum.
 
-    In float64, so that rare tokens are neither lost nor more likely; one of probability 0 is never drawn.
+    In float64, so that rare tokens are neither lost nor more likely; one of probability 0 is never drawn. Raises
+    ValueError for a row that is no distribution, as `torch.multinomial` does.
     """
     below = probs.cumsum(-1, dtype=torch.float64)
     total = below[:, -1:]
+    if not bool((torch.isfinite(total) & (total > 0)).all()):
+        raise ValueError(
+            "no token can be drawn: the probabilities are not finite, so weights or logits hold NaN or inf"
+        )
     point = torch.rand(len(probs), 1, dtype=torch.float64) * total
     point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up to it
     return torch.searchsorted(below, point, right=True).view(-1).to(torch.int32)
