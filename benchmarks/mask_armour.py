@@ -114,7 +114,15 @@ class Ours:
         from slime.utils.types import Sample
 
         samples = [
-            Sample(index=i, group_index=0, rollout_id=i, tokens=[1, 2], response_length=1, reward=r)
+            Sample(
+                index=i,
+                group_index=0,
+                rollout_id=i,
+                tokens=[1, 2],
+                response_length=1,
+                reward=r,
+                rollout_log_probs=[-1.0],
+            )
             for i, r in enumerate(rewards)
         ]
         return samples_to_columns(self.args, samples)["rewards"]
