@@ -54,7 +54,9 @@ def main() -> int:
 
 
 def _family(folder: Path, family: str, dtype: str) -> dict[str, Any]:
-    make_tiny_model(folder / "model", TinyModel(arch=family, dtype=dtype, **SIZES))
+    # SGLang's Mixtral takes the size of a head from the other sizes, whatever its config says.
+    sizes = SIZES | ({"head_dim": 32} if family == "mixtral" else {})
+    make_tiny_model(folder / "model", TinyModel(arch=family, dtype=dtype, **sizes))
     if family in ("deepseek_v2", "deepseek_v3"):
         _as_published(folder / "model" / "config.json")
     args = Args(
