@@ -611,3 +611,25 @@ def test_bare_results_of_rollout_functions_are_wrapped():
     assert call_rollout_fn(lambda *a, evaluation: {"a": {}}, None, 0, None, evaluation=True).data == {"a": {}}
     with pytest.raises(TypeError, match="returned NoneType with evaluation=False"):
         call_rollout_fn(lambda *a, evaluation: None, None, 0, None, evaluation=False)
+
+
+@pytest.mark.parametrize(
+    ("reported", "fits"),
+    [([9, 4, 0], True), ([0, 4, 0], True), ([9, 0, 0], False), ([5, 4, 0], False), ([9, 4], False)],
+)
+def test_a_teacher_scores_the_very_tokens(monkeypatch, reported, fits):
+    """SGLang may report the largest id, the vocabulary's last, as 0; nothing else may differ."""
+    from slime.rollout import on_policy_distillation
+
+    async def post(*args, **kwargs):
+        return {"meta_info": {"input_token_logprobs": [[None, 3, None], *([-1.0, i, None] for i in reported)]}}
+
+    monkeypatch.setattr(on_policy_distillation, "post", post)
+    sample = Sample(tokens=[2, 3, 9, 4, 0], response_length=3)
+    scoring = on_policy_distillation.score_with_teacher(Args(), sample, "http://teacher/generate")
+    if fits:
+        asyncio.run(scoring)
+        assert sample.teacher_log_probs == [-1.0] * 3
+    else:
+        with pytest.raises(ValueError, match="are not the 3 of the response"):
+            asyncio.run(scoring)
