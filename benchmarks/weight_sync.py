@@ -46,11 +46,13 @@ def main() -> None:
     parser.add_argument("--hf-checkpoint", required=True)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--buffer-mb", type=int, default=512, help="size of a bucket in MiB")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as logs:
         args = Args(
             hf_checkpoint=options.hf_checkpoint, params_dtype=options.dtype, rollout_max_context_len=256,
             sglang_server_concurrency=4, actor_num_gpus_per_node=1, check_weights_interval=2, run_dir=logs,
+            update_weight_buffer_size=options.buffer_mb * 1024**2,
         )  # fmt: skip
         server = SGLangServer(args, EngineSpec.from_args(args))
         server.start()

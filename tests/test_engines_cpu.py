@@ -141,13 +141,19 @@ DIGESTS = textwrap.dedent(
     from sglang.srt.utils.weight_checker import WeightChecker
 
     module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(torch.randn(7, 33))
+    module.weight, module.bias = torch.nn.Parameter(torch.randn(7, 33)), torch.nn.Parameter(torch.randn(7))
+    module.register_buffer("scale", torch.randn(5, 5).t())
     checker = object.__new__(WeightChecker)
     checker.__dict__ |= dict(_get_model=lambda: module, _placement={}, _parallelism_info=lambda role: None)
     import sglang.srt.utils.weight_checker as module_
     module_.ChecksumInfo = lambda **values: SimpleNamespace(model_dump=lambda: values)
-    found = checker._compute_checksum(role="target")["checksums"]
-    assert found == {"weight": xxhash.xxh3_64_hexdigest(module.weight.detach().numpy().tobytes())}, found
+    for _ in range(2):
+        found = checker._compute_checksum(role="target")["checksums"]
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        want = {n: xxhash.xxh3_64_hexdigest(t.detach().numpy().tobytes()) for n, t in tensors.items()}
+        assert found == want and len(found) == 3, (found, want)
+        module.weight.data.mul_(2)  # in the same memory: nothing is remembered from one check to the next
+    assert module_._hash_tensor(torch.ones(3)) == xxhash.xxh3_64_hexdigest(torch.ones(3).numpy().tobytes())
     print("agreed")
     """
 )

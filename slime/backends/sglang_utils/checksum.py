@@ -6,7 +6,6 @@ the same bytes. The two agree only if the engine holds, byte for byte, what the 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -73,44 +72,17 @@ class EngineDigests:
     """Collects full tensors in any order, one `add` each, and predicts the digests of every rank.
 
     layout: of the engine, CPU or CUDA (they hash differently). dtype: of the engine's weights; None: tensors come in it
-    already. background: hash in a thread, so that it overlaps with the broadcast (for CPU engines: xxhash leaves the
-    interpreter lock alone); tensors must then stay unchanged until `finish`. Raises ValueError for a shape that does
-    not fit.
+    already. Raises ValueError for a shape that does not fit.
     """
 
-    def __init__(self, layout: EngineLayout, *, dtype: torch.dtype | None = None, background: bool = False):
+    def __init__(self, layout: EngineLayout, *, dtype: torch.dtype | None = None):
         self._layout, self._tp, self._dtype = layout, layout.tp, dtype
         self._new_hasher: Callable[[int], CpuDigest | TileHash] = CpuDigest if layout.on_cpu else TileHash
         self._pending: dict[str, _Pending] = {}
         self._digests: list[dict[str, str]] = [{} for _ in range(layout.tp)]
-        self._pool = ThreadPoolExecutor(1) if background else None
-        self._jobs: list = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """One full tensor with its Hugging Face name, as it was sent."""
-        if self._pool is not None:
-            self._jobs.append(self._pool.submit(self._add, name, tensor))
-        else:
-            self._add(name, tensor)
-
-    def wait(self) -> None:
-        """Until all that was added is hashed: then the tensors may change."""
-        for job in self._jobs:
-            job.result()
-        self._jobs.clear()
-
-    def finish(self) -> list[dict[str, str]]:
-        """Digest by engine parameter name, one dict per tensor-parallel rank. Raises ValueError when a part of a fused
-        parameter never came."""
-        if self._pool is not None:
-            self.wait()
-            self._pool.shutdown()
-        if self._pending:
-            name, pending = next(iter(self._pending.items()))
-            raise ValueError(f"engine digests: {name} got {len(pending.seen)} of its {pending.parts} parts")
-        return self._digests
-
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        """One full tensor with its Hugging Face name, as it is sent; on CPU it may change afterwards."""
         placed = self._layout.place(name, tensor if self._dtype is None else tensor.to(self._dtype))
         if placed is None:
             return
@@ -126,6 +98,14 @@ class EngineDigests:
             for digests, hasher in zip(self._digests, pending.hashers, strict=True):
                 digests[target] = hasher.hexdigest()
             del self._pending[target]
+
+    def finish(self) -> list[dict[str, str]]:
+        """Digest by engine parameter name, one dict per tensor-parallel rank. Raises ValueError when a part of a fused
+        parameter never came."""
+        if self._pending:
+            name, pending = next(iter(self._pending.items()))
+            raise ValueError(f"engine digests: {name} got {len(pending.seen)} of its {pending.parts} parts")
+        return self._digests
 
 
 @dataclass(frozen=True)

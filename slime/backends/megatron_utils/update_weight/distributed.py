@@ -1,6 +1,5 @@
 """Sending by broadcast: each pipeline stage's source shares a process group with all ranks of all engines."""
 
-import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -63,21 +62,19 @@ class DistributedSender:
 
     def _send(self, weights: Any, version: int, sent: Sent) -> None:
         requests: list[Any] = []
-        space = functools.partial(self._space, sent) if device.current_device().type == "cpu" else None
-        for bucket in make_buckets(weights, self._args.update_weight_buffer_size, space):
+        space = self._space if device.current_device().type == "cpu" else None
+        for bucket in make_buckets(weights, self._args.update_weight_buffer_size, space, sent.add):
             group = self._group
             assert group is not None, "only the source of a stage receives weights, and it has joined a group"
             group.finish(requests)  # engines load one bucket while we gather the next
             final = str(version) if bucket.last and self._is_last else None
             requests = [background(self._receive, client, bucket, group.name, final) for client in group.clients]
-            sent.add(bucket)
             group.broadcast(bucket.data, requests)
         if self._group is not None:
             self._group.finish(requests)
 
-    def _space(self, sent: Sent, nbytes: int) -> torch.Tensor:
+    def _space(self, nbytes: int) -> torch.Tensor:
         """The same memory for every bucket of every update: on CPU, touching new memory costs more than copying."""
-        sent.wait()  # the bucket before this one, which the engines have received, must be digested too
         if len(self._buffer) < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer[:nbytes]

@@ -1,11 +1,21 @@
 """What one rank sent in one update, counted and digested on the way."""
 
-import time
+from dataclasses import dataclass
 
-from slime.backends.megatron_utils.update_weight.bucket import Bucket
+import torch
+
 from slime.backends.sglang_utils.checksum import EngineDigests
 
 Digests = list[dict[str, str]]  # by engine rank
+
+
+@dataclass(frozen=True)
+class SentTotals:
+    """digests: of what was sent, by size of engine."""
+
+    tensors: int
+    bytes: int
+    digests: dict[int, Digests]
 
 
 class Sent:
@@ -13,32 +23,18 @@ class Sent:
 
     def __init__(self, predictions: dict[int, EngineDigests]):
         self._predictions = predictions
-        self.tensors = self.bytes = 0
+        self._tensors = self._bytes = 0
 
-    def add(self, bucket: Bucket) -> None:
-        """Digests are computed in a thread on CPU, beside the broadcast."""
-        self.tensors += len(bucket.names)
-        self.bytes += bucket.data.nbytes
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """One full tensor, in the memory that it is sent from."""
+        self._tensors += 1
+        self._bytes += tensor.nbytes
         for prediction in self._predictions.values():
-            for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
-                prediction.add(name, tensor)
+            prediction.add(name, tensor)
 
-    def wait(self) -> None:
-        """Until all that was added is digested, so that its memory may be used again."""
-        for prediction in self._predictions.values():
-            prediction.wait()
-
-    def finish(self) -> "SentTotals":
-        started = time.perf_counter()
+    def finish(self) -> SentTotals:
         digests = {tp_size: prediction.finish() for tp_size, prediction in self._predictions.items()}
-        return SentTotals(self.tensors, self.bytes, digests, time.perf_counter() - started)
-
-
-class SentTotals:
-    """seconds: waited for digests after sending."""
-
-    def __init__(self, tensors: int, nbytes: int, digests: dict[int, Digests], seconds: float):
-        self.tensors, self.bytes, self.digests, self.seconds = tensors, nbytes, digests, seconds
+        return SentTotals(self._tensors, self._bytes, digests)
 
 
 def merge_digests(totals: list[SentTotals]) -> dict[int, Digests]:

@@ -84,16 +84,14 @@ class TensorSender:
         if self._stage == stage:
             batch_bytes = max(1, self._args.update_weight_buffer_size // self._ranks.tp)
             batches = iter_hf_batches(self._model, self._hf, self._args, batch_bytes=batch_bytes)
-        while (bucket := self._share(next(batches, None), source)) is not None:
-            if dist.get_rank() == source:
-                sent.add(bucket)
+        while (bucket := self._share(next(batches, None), source, sent)) is not None:
             # The version goes with every bucket: nobody generates before the last one is there.
             hand_over = functools.partial(self._hand_over, bucket, str(version))
             together(self._control, hand_over, "handing a bucket to the engines")
 
-    def _share(self, batch: list[tuple[str, Pieces | Stack]] | None, source: int) -> Bucket | None:
+    def _share(self, batch: list[tuple[str, Pieces | Stack]] | None, source: int, sent: Sent) -> Bucket | None:
         """The source's batch on every rank; None when it has no more."""
-        bucket = next(make_buckets(batch, 1 << 62), None) if batch else None
+        bucket = next(make_buckets(batch, 1 << 62, written=sent.add), None) if batch else None
         meta: list[Any] = [(bucket.names, bucket.dtypes, bucket.shapes) if bucket else None]
         dist.broadcast_object_list(meta, src=source, group=self._control)
         if meta[0] is None:

@@ -126,7 +126,7 @@ class WeightUpdater:
     def _predictions(self) -> dict[int, EngineDigests]:
         """Of the digests that engines should have, one per size of engine."""
         sizes = {engine.tp_size for engine in self._engines}
-        return {n: EngineDigests(self._layout(n), background=_on_cpu()) for n in sizes}
+        return {n: EngineDigests(self._layout(n)) for n in sizes}
 
     def _layout(self, tp_size: int) -> EngineLayout:
         return EngineLayout(self._hf, tp_size, _on_cpu(), self._args.sglang)
