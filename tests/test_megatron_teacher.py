@@ -128,3 +128,14 @@ def test_a_teacher_of_another_kind_is_refused(folders, tmp_path):
         AssertionError, match=f"another model than --hf-checkpoint: num_layers 2 instead of {SIZES['num_layers']}"
     ):
         prepare(1, opd_args([folders[0], other]))
+
+
+def test_a_teacher_chooses_experts_by_its_own_bias(tmp_path):
+    """The router's bias is no parameter, and of a teacher's weights all the same."""
+    sizes = dict(num_layers=2, num_key_value_heads=6)
+    student, teacher = (tiny_model(tmp_path / str(seed), "deepseek_v3", seed=seed, **sizes) for seed in (0, 5))
+    columns, _ = prepare(1, opd_args([student, teacher], global_batch_size=8))
+    alone, _ = prepare(1, opd_args([teacher, student], global_batch_size=8))
+    for i, expected in alone["log_probs"].items():
+        np.testing.assert_array_equal(columns["teacher_log_probs"][i], expected)
+        np.testing.assert_array_equal(columns["log_probs"][i], alone["teacher_log_probs"][i])

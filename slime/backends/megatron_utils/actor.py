@@ -16,6 +16,7 @@ from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.metrics import Timers, gap_metrics, mean_over_steps
 from slime.backends.megatron_utils.model import (
+    biased_routers,
     build_model,
     build_optimizer,
     build_scheduler,
@@ -137,7 +138,7 @@ class MegatronTrainActor:
         return path
 
     def _load_frozen(self, chunks: list[Any], folder: str) -> list[torch.Tensor]:
-        """The parameters of a frozen model (reference, teacher) on the host, in the order of `_parameters`.
+        """The weights of a frozen model (reference, teacher) on the host, in the order of `_weights`.
 
         folder: a checkpoint or a Hugging Face folder. Raises ConfigError unless it is of the actor's architecture.
         """
@@ -147,20 +148,20 @@ class MegatronTrainActor:
         else:
             check_same_model(self.hf, load_hf_config(folder), folder)
             load_hf_into(chunks, folder, self.hf, self.args)
-        return [p.detach().to("cpu", copy=True) for p in _parameters(chunks)]
+        return [w.detach().to("cpu", copy=True) for w in _weights(chunks)]
 
     @contextlib.contextmanager
     def _frozen_weights(self, name: str) -> Iterator[None]:
         """Inside, the model computes with a frozen model's weights; the actor's stay where they are, untouched."""
-        params = list(_parameters(self.model))
-        own = [p.data for p in params]
+        weights = list(_weights(self.model))
+        own = [w.data for w in weights]
         try:
-            for param, frozen in zip(params, self._frozen[name], strict=True):
-                param.data = frozen.to(param.device, non_blocking=True)
+            for weight, frozen in zip(weights, self._frozen[name], strict=True):
+                weight.data = frozen.to(weight.device, non_blocking=True)
             yield
         finally:
-            for param, data_ in zip(params, own, strict=True):
-                param.data = data_
+            for weight, data_ in zip(weights, own, strict=True):
+                weight.data = data_
 
     def train(self, rollout_id: int, rank_data: Any) -> dict[str, float]:
         """`prepare` and `train_prepared` in one, for runs without a critic."""
@@ -382,9 +383,11 @@ class MegatronTrainActor:
         return checkpoint.load_extra_state(self._checkpoint) if self._checkpoint else None
 
 
-def _parameters(chunks: list[Any]) -> Iterator[torch.nn.Parameter]:
+def _weights(chunks: list[Any]) -> Iterator[torch.Tensor]:
+    """All that a model file sets: parameters, and the biases that choose experts, which Megatron keeps as buffers."""
     for chunk in chunks:
         yield from unwrap(chunk).parameters()
+        yield from (router.expert_bias for router in biased_routers(chunk))
 
 
 def frozen_models(args: Any) -> dict[str, str]:

@@ -244,12 +244,15 @@ def wrap_model(args: Any, chunks: list[GPTModel]) -> list[DistributedDataParalle
 @contextlib.contextmanager
 def _expert_biases_in_float32(chunk: torch.nn.Module) -> Iterator[None]:
     """Float16Module rounds buffers too; a bias that chooses experts must stay what the file says."""
-    biases = [
-        (module, module.expert_bias) for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
-    ]
+    biases = [(router, router.expert_bias) for router in biased_routers(chunk)]
     yield
-    for module, bias in biases:
-        module.expert_bias = bias
+    for router, bias in biases:
+        router.expert_bias = bias
+
+
+def biased_routers(chunk: torch.nn.Module) -> Iterator[Any]:
+    """Routers whose `expert_bias` chooses experts: a weight of the model's file, to Megatron a buffer."""
+    return (module for module in chunk.modules() if getattr(module, "expert_bias", None) is not None)
 
 
 def _one_or_list(functions: list[Any]) -> Any:
