@@ -284,6 +284,7 @@ class MegatronTrainActor:
                 hook(args, rollout_id, step_id, self.model, self.optimizer, self.scheduler)
             batches = data.MicroBatches(columns, plan, self._multiple, self._context)
             results.append(train_step.train_one_step(args, self.model, self.optimizer, self.scheduler, batches, step))
+        train_step.finish_parameters(self.model)
         return mean_over_steps(results)
 
     def _pad(self, micro_batches: list[list[int]]) -> list[list[int]]:

@@ -212,6 +212,16 @@ def apply_gradients(optimizer: Any, clip_grad: float) -> tuple[bool, float]:
     return True, grad_norm
 
 
+def finish_parameters(model: list[Any]) -> None:
+    """After the last step, before weights are sent or saved: every rank gets the parts that others have updated.
+
+    With --overlap-param-gather Megatron leaves that to the next forward pass. Collective over data-parallel ranks.
+    """
+    for chunk in model:
+        if chunk.use_forward_hook:
+            chunk.start_param_sync(force_sync=True)
+
+
 def reduce_metrics(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     """Metrics of micro-batches over all data-parallel ranks: sums; maxima where named `*_max`.
 
