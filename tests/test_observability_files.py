@@ -192,6 +192,12 @@ def test_eval_metrics():
         "eval/math": 0.5, "eval/math/count": 2, "eval/math/truncated": 0.5, "eval/math/response_len_mean": 5,
         "eval/extra": 1.0,
     }  # fmt: skip
+    nan = float("nan")
+    out = eval_metrics(Args(), RolloutFnEvalOutput({"a": {"rewards": [1.0, nan, 0.0]}, "b": {"rewards": [nan]}}))
+    assert out == {
+        "eval/a": 0.5, "eval/a/count": 3, "eval/a/nonfinite_rewards": 1, "eval/b/count": 1,
+        "eval/b/nonfinite_rewards": 1,
+    }  # fmt: skip
 
 
 # -- configuration, picture, summary ---------------------------------------------------------------------------------

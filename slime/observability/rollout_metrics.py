@@ -32,12 +32,17 @@ def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def eval_metrics(args: Any, output: Any) -> dict[str, float]:
-    """Metrics `eval/<name>...` of a RolloutFnEvalOutput: mean reward, truncated share, mean length in tokens."""
+    """Metrics `eval/<name>...` of a RolloutFnEvalOutput: mean of the finite rewards, truncated share, mean
+    length in tokens."""
     out: dict[str, float] = {}
     for name, data in output.data.items():
         rewards = [float(r) for r in data["rewards"]]
-        out[f"eval/{name}"] = _mean(rewards)
+        finite = [r for r in rewards if math.isfinite(r)]
+        if finite or not rewards:
+            out[f"eval/{name}"] = _mean(finite)
         out[f"eval/{name}/count"] = float(len(rewards))
+        if len(finite) < len(rewards):
+            out[f"eval/{name}/nonfinite_rewards"] = float(len(rewards) - len(finite))
         if data.get("truncated"):
             out[f"eval/{name}/truncated"] = _mean(data["truncated"])
         if data.get("samples"):
