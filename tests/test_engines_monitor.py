@@ -8,6 +8,7 @@ import pytest
 from slime.backends.sglang_utils.client import EngineEndpoint, EngineError
 from slime.backends.sglang_utils.monitor import EngineLost, EngineMonitor
 from slime.config import Args
+from slime.ray.rollout_manager import _RolloutManager
 
 
 class BreakableEngine:
@@ -177,3 +178,14 @@ def test_without_fault_tolerance_a_death_stops_the_run(watch):
     with pytest.raises(EngineLost, match="status 137"):
         monitor.raise_if_lost()
     assert log == []
+
+    def requests_fail(args, rollout_id, data_source, evaluation=False):
+        raise ConnectionError("gave up after 60 tries")
+
+    manager = object.__new__(_RolloutManager)  # the monitor stands for the fleet, which passes the call on
+    manager._args, manager._source, manager._fleet = Args(), None, monitor
+    with pytest.raises(EngineLost, match="status 137"):
+        manager._call(requests_fail, 0, evaluation=False)
+    manager._fleet = None
+    with pytest.raises(ConnectionError):
+        manager._call(requests_fail, 0, evaluation=True)

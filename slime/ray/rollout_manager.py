@@ -76,7 +76,7 @@ class _RolloutManager:
     def generate(self, rollout_id: int) -> RolloutOutput:
         """One rollout: samples, their rewards, and the data of each data-parallel rank."""
         from slime.config.hooks import load_hook
-        from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+        from slime.rollout.base_types import RolloutFnTrainOutput
 
         started = time.monotonic()
         ledger = getattr(self._source, "ledger", None)  # a user's data source need not keep one
@@ -86,7 +86,7 @@ class _RolloutManager:
         if groups is None:
             function = load_hook(self._args, "rollout_function_path")
             assert function is not None
-            output = call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=False)
+            output = self._call(function, rollout_id, evaluation=False)
             assert isinstance(output, RolloutFnTrainOutput)
             groups, metrics = output.samples, dict(output.metrics or {})
             if hasattr(self._source, "settle"):
@@ -115,11 +115,11 @@ class _RolloutManager:
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         from slime.config.hooks import load_hook
         from slime.observability.rollout_metrics import eval_metrics
-        from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
+        from slime.rollout.base_types import RolloutFnEvalOutput
 
         function = load_hook(self._args, "eval_function_path")
         assert function is not None
-        output = call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=True)
+        output = self._call(function, rollout_id, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         log = load_hook(self._args, "custom_eval_rollout_log_function_path")
         if log is not None and log(rollout_id, self._args, output.data, output.metrics):
@@ -159,6 +159,16 @@ class _RolloutManager:
             self._fleet = None
 
     # -- parts of generate --------------------------------------------------------------------------------------
+
+    def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
+        from slime.rollout.base_types import call_rollout_fn
+
+        try:
+            return call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=evaluation)
+        except Exception:
+            if self._fleet is not None:
+                self._fleet.raise_if_lost()  # why requests found no engine
+            raise
 
     def _state(self, rollout_id: int) -> dict[str, Any]:
         """The data cursor, the buffer and the random states that hooks may draw from."""
