@@ -73,7 +73,7 @@ def train(args: Args, layout: Layout) -> None:
     finally:
         # A manager that is busy or dead must not hide why we are here; its engines end with it in any case.
         with contextlib.suppress(Exception):
-            ray.get(manager.stop.remote(), timeout=30)
+            ray.get(manager.stop.remote(), timeout=10)  # schedulers send SIGKILL about 30 s after SIGTERM
             placement.remove()
 
 

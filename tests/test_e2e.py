@@ -156,14 +156,17 @@ def test_tp2_pp2_with_a_real_engine_then_resume_and_interrupt(folder):
     samples = [json.loads(x) for x in (folder / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
     assert len(samples) == 12 and {v for s in samples for v in s["versions"]} == {"1"}
 
-    # The same folder again, under another layout: goes on at step 3; Ctrl-C leaves nothing.
+    # The same folder again, under another layout: goes on at step 3; a scheduler's SIGTERM leaves nothing.
     run = Run(folder, "--num-rollout", "1000", "--load", "ck", "--save", "ck", "--save-interval", "1000")
     seen = run.wait_for("step 4/1000")
     assert "step 3/1000" in seen and "step 2/1000" not in seen
     assert [s["step"] for s in lines(folder)][:4] == [0, 1, 2, 3]
-    run.process.send_signal(signal.SIGINT)
+    shared = run.shared_memory()
+    assert shared
+    run.process.send_signal(signal.SIGTERM)
     assert run.wait(120) == 130, run.log.read_text()[-3000:]
     run.assert_nothing_left()
+    assert not [path for path in shared if os.path.exists(path)]
 
 
 @pytest.mark.timeout(900)
@@ -201,7 +204,7 @@ def test_an_engine_of_two_ranks_is_killed_and_comes_back_and_a_reward_that_raise
 @pytest.mark.timeout(500)
 def test_ppo_with_a_critic_of_another_size(folder):
     """One actor rank and two critic ranks, on saved samples: alone at first, then both, in one checkpoint folder. Then
-    a rank hangs, and SIGTERM ends all of them."""
+    a rank hangs, and Ctrl-C ends all of them."""
     from slime.observability.samples import save_sample_dump
     from slime.utils.types import Sample
 
@@ -221,7 +224,7 @@ def test_ppo_with_a_critic_of_another_size(folder):
         "--num-critic-only-steps", "1", "--num-steps-per-rollout", "2",
     )  # fmt: skip
     run.wait_until((folder / "hangs").exists, "a trainer rank that hangs")
-    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGINT)
     assert run.wait(120) == 130, run.log.read_text()[-3000:]
     run.assert_nothing_left()
     alone, both = lines(folder, "ppo")
