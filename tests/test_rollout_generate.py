@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import copy
 import json
+import sys
 import traceback
 
 import pytest
@@ -390,6 +392,16 @@ async def broken_generate(args, sample, sampling_params):
     raise LookupError("the environment is gone")
 
 
+async def exits(args, sample, *rest, **kwargs):
+    sys.exit("no environment")
+
+
+async def is_cancelled(args, sample, *rest, **kwargs):
+    task = asyncio.create_task(asyncio.sleep(9))
+    task.cancel()
+    await task
+
+
 async def returns_text(args, sample, sampling_params):
     return "text"
 
@@ -411,6 +423,9 @@ async def no_reward(args, sample, **kwargs):
             r"generating sample \d.*LookupError: the environment",
             "broken_generate",
         ),
+        ({"custom_rm_path": f"{__name__}.exits"}, r"scoring sample \d.*SystemExit: no environment", "exits"),
+        ({"custom_generate_function_path": f"{__name__}.exits"}, r"generating sample \d.*SystemExit: no env", "exits"),
+        ({"custom_rm_path": f"{__name__}.is_cancelled"}, r"scoring sample \d.*CancelledError", "is_cancelled"),
         ({"custom_generate_function_path": f"{__name__}.returns_text"}, "must return a Sample", "generation"),
         ({"custom_rm_path": f"{__name__}.no_reward"}, "must be a number or a dict, it is None", "generation"),
         ({"rm_type": None}, "no reward function is set", "generation"),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import pickle
+import sys
 
 import pytest
 from aiohttp import web
@@ -10,7 +11,7 @@ from rollout_wire import WireServer, free_port
 
 from slime.config import Args
 from slime.utils import http_utils
-from slime.utils.async_utils import gather_or_cancel, run
+from slime.utils.async_utils import gather_or_cancel, get_async_loop, run
 from slime.utils.http_utils import HttpError, get, num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 
@@ -132,6 +133,20 @@ def test_run_returns_raises_and_refuses_to_wait_for_itself():
         run(fail())
     with pytest.raises(RuntimeError, match="use await"):
         run(nested())
+
+
+def test_sys_exit_on_the_loop_is_an_error_and_the_loop_goes_on():
+    async def leave():
+        sys.exit(3)
+
+    async def nested():
+        await gather_or_cancel([leave(), asyncio.sleep(60)])
+
+    other = asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05, "done"), get_async_loop().loop)
+    for function in (leave, nested):
+        with pytest.raises(RuntimeError, match=r"called sys.exit\(3\)"):
+            run(function())
+    assert other.result(10) == "done"
 
 
 def test_gather_cancels_the_others_when_one_fails():

@@ -333,10 +333,14 @@ async def _timed(state: GenerateState, awaitable: Awaitable[Any]) -> Any:
 
 @contextlib.contextmanager
 def _blame(sample: Sample, what: str) -> Iterator[None]:
-    """Errors inside become a RolloutError that names the sample, with the original (a user's traceback) chained."""
+    """Errors inside become a RolloutError that names the sample, with the original (a user's traceback) chained.
+    So does sys.exit(), and a cancellation that we did not ask for."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
         prompt = sample.prompt if isinstance(sample.prompt, str) else repr(sample.prompt)
         raise RolloutError(
             f"{what} sample {sample.index} (group {sample.group_index}) failed: {type(error).__name__}: {error}; "

@@ -14,18 +14,30 @@ class AsyncLoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="slime-asyncio", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="slime-asyncio", daemon=True)
         self._thread.start()
 
+    def _serve(self) -> None:
+        while True:
+            try:
+                return self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # A task raised it, say a user's function by sys.exit(): those who await the task get it too. A loop
+                # that ended here would leave everybody else waiting for ever.
+                continue
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs the coroutine on the loop and waits for its result; an interrupt here cancels it there."""
+        """Runs the coroutine on the loop and waits for its result; an interrupt here cancels it there. A sys.exit()
+        there is a RuntimeError here: it must not end this process as if it were done."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("run() was called on the event loop itself and would wait for ever: use await")
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SystemExit) and future.done():
+                raise RuntimeError(f"code on the event loop called sys.exit({error.code!r})") from error
             future.cancel()
             raise
 
