@@ -166,6 +166,31 @@ def abort_answer(**reason):
     return web.json_response({"text": "", "output_ids": [], "meta_info": {"finish_reason": reason}})
 
 
+@pytest.mark.parametrize(
+    "params, text, ended",
+    [
+        ({}, "12", True),  # of generation_config.json
+        ({"stop_token_ids": [11, 12]}, "12", True),
+        ({"ignore_eos": True}, "12", False),
+        ({"ignore_eos": True, "stop": ["1</a>"]}, "1</a>", True),
+    ],
+)
+def test_a_response_that_ended_while_it_was_aborted_is_complete(make_args, server, folder, params, text, ended):
+    """SGLang draws one more token after an abort and says "abort", whatever token that was."""
+    (folder / "generation_config.json").write_text('{"eos_token_id": [12]}')
+    tokens = [[-0.1, 11, None], [-0.1, 12, None]]
+    reason = {"type": "abort", "message": "Aborted", "status_code": None}
+    body = {
+        "text": text,
+        "output_ids": [11, 12],
+        "meta_info": {"finish_reason": reason, "output_token_logprobs": tokens},
+    }
+    server.faults = lambda n, _: web.json_response(body) if n == 0 else None
+    sample = sampled(make_args(), Sample(prompt="1+1="), **params)
+    (folder / "generation_config.json").unlink()
+    assert (sample.status, sample.response_length) == ((COMPLETED, 2) if ended else (TRUNCATED, 6))
+
+
 def test_an_engine_that_only_aborts_is_an_error(make_args, server):
     server.faults = lambda n, _: abort_answer()
     with pytest.raises(RolloutError, match="3 times in a row"):

@@ -23,7 +23,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm, has_reward
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import FIRST_PAUSE, LONGEST_PAUSE, PAUSE_GROWTH, init_http_client, num_engines, post
 from slime.utils.misc import SingletonMeta
-from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.processing_utils import end_token_ids, load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = load_processor(args.hf_checkpoint)
+        self.end_ids = end_token_ids(args.hf_checkpoint, self.tokenizer)
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * num_engines(args))
         self.sampling_params: dict[str, Any] = {
             "temperature": args.rollout_temperature,
@@ -117,6 +118,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         output = await _ask_engine(args, sample, {**sampling_params, "max_new_tokens": room})
         added = _append_output(args, sample, output)
         pieces += added > 0
+        if sample.status is Sample.Status.ABORTED and added and _has_ended(state, sample, sampling_params, output):
+            sample.status = Sample.Status.COMPLETED
         if sample.status is not Sample.Status.ABORTED or state.aborted:
             break
         # Aborted by somebody else, such as an engine that pauses for new weights: go on from these tokens.
@@ -268,6 +271,16 @@ def _append_output(args: Any, sample: Sample, output: Any) -> int:
     for key in ("prompt_tokens", "cached_tokens"):
         sample.prefix_cache_info[key] = sample.prefix_cache_info.get(key, 0) + (meta.get(key) or 0)
     return len(triples)
+
+
+def _has_ended(state: GenerateState, sample: Sample, params: dict[str, Any], output: dict[str, Any]) -> bool:
+    """Whether a response that the engine aborted is complete nevertheless: SGLang draws one more token after an abort
+    and does not look whether it ends the response. Going on would put tokens behind the end."""
+    stop = params.get("stop") or []
+    if any(text in (output.get("text") or "") for text in ([stop] if isinstance(stop, str) else stop)):
+        return True
+    last = sample.tokens[-1]
+    return not params.get("ignore_eos") and (last in state.end_ids or last in (params.get("stop_token_ids") or ()))
 
 
 def _checked(args: Any, samples: list[Sample]) -> list[Sample]:

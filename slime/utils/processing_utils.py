@@ -1,6 +1,8 @@
 """Tokenizers and processors of a Hugging Face folder."""
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +18,16 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
         return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
     except Exception as error:
         raise ValueError(f"no tokenizer could be loaded from {name_or_path!r}: {error}") from error
+
+
+def end_token_ids(name_or_path: str, tokenizer: Any) -> frozenset[int]:
+    """Ids at which an engine ends a response: the tokenizer's, and those of config.json and generation_config.json."""
+    found = [tokenizer.eos_token_id]
+    for path in (Path(name_or_path) / "config.json", Path(name_or_path) / "generation_config.json"):
+        if path.is_file():
+            ids = json.loads(path.read_text()).get("eos_token_id")
+            found += ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in found if i is not None)
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> Any | None:
