@@ -312,6 +312,37 @@ def test_over_sampling_returns_what_it_does_not_use(make_args, server, partial):
     assert source.accounting()["trained"] == 8 and source.accounting()["in_flight"] == 0
 
 
+async def changes_its_prompt(args, sample, sampling_params):
+    """As an agent may: two pieces with prompts of their own, and notes in the metadata."""
+    sample.metadata.setdefault("turns", []).append("asked")
+    if sample.group_index >= 4:
+        sampling_params["max_new_tokens"] = 10_000
+    pieces = [copy.deepcopy(sample) for _ in range(2)]
+    for piece in pieces:
+        piece.prompt, piece.train_metadata = "7+7=", None
+    return [await generate(args, piece, sampling_params) for piece in pieces]
+
+
+class WithFields(RolloutDataSourceWithBuffer):
+    def _draw(self):
+        group = super()._draw()
+        for sample in group:
+            sample.metadata, sample.train_metadata, sample.hint = {"turns": []}, {"weight": 2.0}, "carry"
+        return group
+
+
+def test_what_goes_back_fresh_is_what_was_handed_out(make_args, server):
+    server.token_seconds = 0.01
+    args = make_args(over_sampling_batch_size=6, custom_generate_function_path=f"{__name__}.changes_its_prompt")
+    source = WithFields(args)
+    generate_rollout(args, 0, source)
+    back = [s for g in source.buffer for s in g]
+    assert [(s.group_index, s.index) for s in back] == [(4, 8), (4, 9), (5, 10), (5, 11)]
+    for sample in back:
+        assert sample.prompt == source.dataset.prompts[sample.group_index].prompt and not sample.tokens
+        assert (sample.metadata, sample.train_metadata, sample.hint) == ({"turns": []}, {"weight": 2.0}, "carry")
+
+
 def test_surplus_finished_groups_are_not_generated_again(make_args, server):
     args = make_args(over_sampling_batch_size=7, partial_rollout=True)
     source = RolloutDataSourceWithBuffer(args)

@@ -288,17 +288,23 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
     return groups
 
 
-def for_buffer(args: Any, group: Group) -> Group:
+def for_buffer(args: Any, group: Group, handed_out: Group | None = None) -> Group:
     """A group as it goes back to the data source: with its tokens under --partial-rollout, else as fresh prompts.
 
-    A sample that a user's function fanned out is kept only when the whole group is finished: there is no single
-    response to go on with.
+    handed_out: the group as the data source gave it (`as_handed_out`), which is what a fresh prompt is: a generate
+    function may have changed prompt and metadata since. A sample that a user's function fanned out is kept only when
+    the whole group is finished: there is no single response to go on with.
     """
     originals = list({s.rollout_id if s.rollout_id is not None else id(s): s for s in reversed(group)}.values())[::-1]
     finished = all(s.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for s in group)
     if args.partial_rollout and (finished or len(originals) == len(group)):
         return group
-    return [reset_sample(s) for s in originals]
+    return handed_out or [reset_sample(s) for s in originals]
+
+
+def as_handed_out(group: Group) -> Group:
+    """A copy that the rollout's changes do not reach."""
+    return _groups([_plain(group)])[0]
 
 
 def reset_sample(sample: Sample) -> Sample:
@@ -313,8 +319,9 @@ def _number(group: Group) -> int:
 
 
 def _plain(group: Group) -> list[dict[str, Any]]:
-    """A group as a state holds it; `_groups` is the way back."""
-    return [sample.to_dict() for sample in group]
+    """A group as a state holds it, out of reach of later changes; `_groups` is the way back."""
+    own = ("prompt", "metadata", "train_metadata")  # what generate functions change inside
+    return [{**sample.to_dict(), **{name: copy.deepcopy(getattr(sample, name)) for name in own}} for sample in group]
 
 
 def _groups(plain: list[list[dict[str, Any]]]) -> list[Group]:

@@ -20,7 +20,7 @@ from typing import Any
 from slime.config.hooks import load_hook
 from slime.data.dataset import PromptDataset
 from slime.rollout.base_types import RolloutError, RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.data_source import Group, for_buffer
+from slime.rollout.data_source import Group, as_handed_out, for_buffer
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.generation import (
     FINISHED,
@@ -110,6 +110,7 @@ class _Rollout:
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.in_flight: dict[asyncio.Task[Group], Group] = {}
+        self.handed_out: dict[int, Group] = {}  # by group index
         self.kept: list[Group] = []
         self.dropped: list[Group] = []
         self.unfinished: list[Group] = []  # aborted by a generate function, not by us
@@ -127,6 +128,7 @@ class _Rollout:
             if not groups:
                 raise RolloutError(f"the data source {type(self.data_source).__name__} returned no groups")
             self.drawn += len(groups)
+            self.handed_out.update({_group_index(group): as_handed_out(group) for group in groups})
             for group in groups:
                 # The group given back at an abort is this one, so tasks work on it in place.
                 task = asyncio.create_task(generate_and_rm_group(self.args, group, self.state.sampling_params))
@@ -162,7 +164,13 @@ class _Rollout:
         del self.kept[self.args.rollout_batch_size :]
         self.returned = self.unfinished + surplus + await self._abort()
         if self.returned:
-            self.data_source.add_samples([for_buffer(self.args, group) for group in self.returned])
+            self.data_source.add_samples(
+                [for_buffer(self.args, group, self._as_handed_out(group)) for group in self.returned]
+            )
+
+    def _as_handed_out(self, group: Group) -> Group | None:
+        index = group[0].group_index  # None: of a user's data source that does not number its groups
+        return None if index is None else self.handed_out.get(index)
 
     async def _abort(self) -> list[Group]:
         self.state.aborted = True
