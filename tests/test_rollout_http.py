@@ -68,6 +68,29 @@ def test_4xx_is_never_retried(body, words):
     assert str(error.value).endswith(f"HTTP 400: {words}")
 
 
+@pytest.mark.parametrize("status", [408, 429])
+def test_a_busy_server_is_asked_again(status):
+    server = WireServer(lambda n, _: answer(status, {"error": "later"}) if n < 2 else None)
+    assert ask(server)["output_ids"] == [12, 13] and len(server.requests) == 3
+
+
+def test_waiting_for_a_connection_counts_for_no_timeout_and_only_at_the_busy_server(monkeypatch):
+    monkeypatch.setattr(http_utils._settings, "concurrency", -62)  # two connections to one server
+
+    async def main():
+        slow, quick = WireServer(), WireServer()
+        slow.token_seconds = 0.2
+        async with slow.serving(), quick.serving():
+            many = [post(f"http://127.0.0.1:{slow.port}/generate", PAYLOAD, timeout=1.0) for _ in range(12)]
+            pending = asyncio.gather(*many)
+            await asyncio.sleep(0.05)
+            await post(f"http://127.0.0.1:{quick.port}/generate", PAYLOAD)
+            assert not pending.done()
+            return slow.most_in_flight, len(await pending), len(slow.requests)
+
+    assert run(main()) == (2, 12, 12)  # 12 / 2 of 0.4 s each: the last one waited for 2 s
+
+
 def test_refused_connections_are_retried_until_the_server_is_back():
     async def main():
         server, port = WireServer(), free_port()

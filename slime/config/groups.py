@@ -200,7 +200,7 @@ class RolloutArgs:
     sglang_server_concurrency: int = arg(512, "requests in flight per engine")
     rollout_request_timeout: float = arg(1800.0, "seconds for one /generate request")
     rollout_max_retries: int = arg(
-        60, "tries of a request whose engine is away (refused, reset, 5xx); 4xx is never retried"
+        60, "tries of a request whose engine is away or busy (refused, reset, 5xx, 429); other 4xx are never retried"
     )
     rollout_health_check_interval: float = arg(10.0, "seconds between health checks of an engine; 0 turns them off")
     rollout_health_check_timeout: float = arg(60.0, "seconds that a health check may take")

@@ -7,6 +7,7 @@ import logging
 import random
 import weakref
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.25, 1.6, 10.0
 # A server that hangs is not helped by more of the same: one second chance, then the error.
 MAX_TIMEOUTS = 2
+TRY_LATER = (408, 429)  # the 4xx that say so: too slow, too many requests
 
 
 class HttpError(RuntimeError):
@@ -32,7 +34,8 @@ class HttpError(RuntimeError):
 
 @dataclasses.dataclass
 class ClientSettings:
-    """request_timeout: seconds for one try. connect_timeout: seconds until connected. concurrency: open connections."""
+    """request_timeout: seconds for one try. connect_timeout: seconds until connected. concurrency: requests at a time
+    to one server, without some spare ones."""
 
     request_timeout: float = 1800.0
     connect_timeout: float = 30.0
@@ -41,6 +44,8 @@ class ClientSettings:
 
 _settings = ClientSettings()
 _sessions: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]" = weakref.WeakKeyDictionary()
+_slots: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]]"
+_slots = weakref.WeakKeyDictionary()
 
 
 def init_http_client(args: Any) -> None:
@@ -64,9 +69,9 @@ async def post(
 ) -> Any:
     """POSTs `payload` as JSON and returns the parsed answer (text where it is no JSON).
 
-    Tried up to `max_retries` times while the server is away: refused or broken connections and 5xx, with growing
-    pauses. 4xx is our mistake and never retried. timeout: seconds per try, default --rollout-request-timeout.
-    Raises HttpError with the server's own message.
+    Tried up to `max_retries` times while the server is away or busy: refused or broken connections, 5xx, 408 and 429,
+    with growing pauses. Other 4xx are our mistake and never retried. timeout: seconds per try, default
+    --rollout-request-timeout. Raises HttpError with the server's own message.
     """
     return await _request("POST", url, orjson.dumps(payload), max_retries, headers, timeout)
 
@@ -87,7 +92,7 @@ async def _request(
         try:
             return await _try_once(method, url, body, headers, seconds)
         except HttpError as error:
-            if error.status is not None and error.status < 500:
+            if error.status is not None and error.status < 500 and error.status not in TRY_LATER:
                 raise
             failure: Exception = error
         except TimeoutError as error:
@@ -113,7 +118,10 @@ async def _request(
 async def _try_once(method: str, url: str, body: bytes | None, headers: dict[str, str] | None, seconds: float) -> Any:
     all_headers = {"Content-Type": "application/json", **(headers or {})} if body is not None else headers
     limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, _settings.connect_timeout))
-    async with _session().request(method, url, data=body, headers=all_headers, timeout=limits) as response:
+    async with (
+        _slot(url),
+        _session().request(method, url, data=body, headers=all_headers, timeout=limits) as response,
+    ):
         content = await response.read()
         if response.status >= 400:
             raise HttpError(f"{method} {url}: HTTP {response.status}: {_message(content)}", response.status)
@@ -123,12 +131,18 @@ async def _try_once(method: str, url: str, body: bytes | None, headers: dict[str
         return content.decode(errors="replace")
 
 
+def _slot(url: str) -> asyncio.Semaphore:
+    """Bounds the connections to one server. Waiting here counts for no timeout, and requests that pile up before a slow
+    reward server leave those to the engines alone: a connection pool's own limit would do neither."""
+    slots = _slots.setdefault(asyncio.get_running_loop(), {})
+    return slots.setdefault(urlsplit(url).netloc, asyncio.Semaphore(_settings.concurrency + 64))
+
+
 def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        # Our semaphores bound the requests in flight; the pool must not be a second, hidden bound.
-        connector = aiohttp.TCPConnector(limit=_settings.concurrency + 64, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)  # `_slot` is the limit
         session = _sessions[loop] = aiohttp.ClientSession(connector=connector)
         atexit.register(_close_at_exit, weakref.ref(session), weakref.ref(loop))
     return session
