@@ -8,6 +8,7 @@ import pytest
 from slime.config import Args, ConfigError, load_args, make_layout
 from slime.config.hf_config import load_hf_config, parse_hf_config
 from slime.config.parse import build_parser, parse_args
+from slime.config.validate import check_limits
 
 SFT = ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
 PPO, OPD = ["--advantage-estimator", "ppo"], ["--advantage-estimator", "on_policy_distillation"]
@@ -161,7 +162,7 @@ def test_layout_of_a_critic(base):
         (["--tis-mode", "mask"], "have no effect without --use-tis"),
         (["--use-tis", "--tis-veto", "2"], "must be in .0, 1."),
         (["--use-tis", "--tis-clip-low", "3"], "needed 0 <= low <= high"),
-        (["--opsm-delta", "-1"], "must not be negative"),
+        (["--opsm-delta", "-1"], "must be at least 0"),
         (OPD, "needs a teacher"),
         (["--opd-kl-coef", "0.1"], "needs a teacher"),
         ([*OPD, "--opd-teacher-load", ".", "--opd-teacher-url", "http://x/generate"], "two teachers"),
@@ -192,6 +193,30 @@ def test_models_that_engines_would_hold_otherwise_are_refused(base, tmp_path, ch
     (tmp_path / "config.json").write_text(json.dumps({**TINY, **changes}))
     with pytest.raises(ConfigError, match=message):
         load_args([*base, "--hf-checkpoint", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--lr", "nan"], "--lr is nan: it must be a finite number"),
+        (["--eps-clip-high", "inf"], "must be a finite number"),
+        (["--adam-beta1", "1"], r"must be in \[0, 1\)"),
+        (["--rollout-top-p", "0"], r"must be in \(0, 1\]"),
+        (["--clip-grad", "-1"], "must be at least 0"),
+        (["--rm-timeout", "0"], "must be above 0"),
+        (["--num-steps-per-rollout", "0"], "must be at least 1"),
+        (["--save-interval", "0"], "leave it out to turn it off"),
+        (["--actor-num-nodes", "0"], "--actor-num-nodes is 0: it must be at least 1"),
+        (["--pp", "2", "--num-layers-per-virtual-pipeline-stage", "0"], "must be at least 1"),
+    ],
+)
+def test_numbers_outside_of_their_limits_are_refused_before_anything_is_derived_from_them(base, more, message):
+    with pytest.raises(ConfigError, match=message):
+        load_args([*base, *more])
+
+
+def test_every_default_is_within_its_limits():
+    check_limits(Args())
 
 
 def test_megatrons_size_flags_are_taken_where_they_agree(base):

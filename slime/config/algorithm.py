@@ -53,14 +53,14 @@ class AlgorithmArgs:
         ],
     )
     eps_clip: float = arg(0.2, "lower clip of the ratio: 1 - eps_clip")
-    eps_clip_high: float | None = arg(0.28, "upper clip of the ratio: 1 + eps_clip_high")
+    eps_clip_high: float | None = arg(0.28, "upper clip of the ratio: 1 + eps_clip_high", limits="[0, inf)")
     eps_clip_c: float | None = arg(None, "dual clip for negative advantages, above 1")
     value_clip: float = arg(0.2, "clip of the value loss")
-    gamma: float = arg(1.0, "discount")
-    lambd: float = arg(1.0, "lambda of GAE")
-    kl_coef: float = arg(0.0, "KL to the reference inside the reward")
+    gamma: float = arg(1.0, "discount", limits="[0, 1]")
+    lambd: float = arg(1.0, "lambda of GAE", limits="[0, 1]")
+    kl_coef: float = arg(0.0, "KL to the reference inside the reward", limits="[0, inf)")
     use_kl_loss: bool = arg(False, "KL to the reference as a loss term")
-    kl_loss_coef: float = arg(0.0, "weight of the KL loss")
+    kl_loss_coef: float = arg(0.0, "weight of the KL loss", limits="[0, inf)")
     kl_loss_type: str = arg(
         "low_var_kl", "estimator of the KL", choices=["k1", "k2", "k3", "low_var_kl"], aliases=["--kl-type"]
     )
@@ -86,7 +86,9 @@ class AlgorithmArgs:
     )
     tis_veto: float | None = arg(None, "drop a response that has a token with a ratio below this")
     use_opsm: bool = arg(False, "off-policy sequence masking: drop bad responses that the policy has moved away from")
-    opsm_delta: float = arg(1e-4, "mean log-ratio of old to current policy from which --use-opsm drops a response")
+    opsm_delta: float = arg(
+        1e-4, "mean log-ratio of old to current policy from which --use-opsm drops a response", limits="[0, inf)"
+    )
     ref_load: str | None = arg(None, "reference model: Hugging Face folder or checkpoint; unset: --hf-checkpoint")
     opd_teacher_load: str | None = arg(
         None, "teacher of on-policy distillation, of the model's architecture: Hugging Face folder or checkpoint"
@@ -94,17 +96,19 @@ class AlgorithmArgs:
     opd_teacher_url: str | None = arg(
         None, "teacher of on-policy distillation of any size: /generate of a SGLang engine with the same tokenizer"
     )
-    opd_kl_coef: float = arg(0.0, "weight of the distillation term added to the advantages of another estimator")
+    opd_kl_coef: float = arg(
+        0.0, "weight of the distillation term added to the advantages of another estimator", limits="[0, inf)"
+    )
     distill_topk: int | None = arg(
         None,
         "distil over so many of the teacher's most likely tokens and one bin for all others, instead of over the "
         "sampled token",
     )
-    num_critic_only_steps: int = arg(0, "rollouts at the start that train the critic only")
-    critic_lr: float | None = arg(None, "learning rate of the critic; unset: --lr")
+    num_critic_only_steps: int = arg(0, "rollouts at the start that train the critic only", limits="[0, inf)")
+    critic_lr: float | None = arg(None, "learning rate of the critic; unset: --lr", limits="[0, inf)")
     critic_load: str | None = arg(
         None,
         "first weights of the critic: a checkpoint (of an actor: with a fresh head) or a Hugging Face folder; "
         "unset: the actor's first weights with a fresh head. A resumed run takes the critic out of --load",
     )
-    seed: int = arg(1234, "seed of initialisation and dropout")
+    seed: int = arg(1234, "seed of initialisation and dropout", limits="[0, 4294967295]")

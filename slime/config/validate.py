@@ -1,5 +1,6 @@
 """Checks of derived flags, before anything is started. Every message says what, where and how to fix it."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,16 +9,30 @@ from slime.config.args import Args
 from slime.config.critic import uses_critic
 from slime.config.engine_options import RESERVED_ROUTER, RESERVED_SERVER, overlay, router_options, server_options
 from slime.config.errors import ConfigError
-from slime.config.fields import flag_of
+from slime.config.fields import flag_of, limit_fault
 from slime.config.hf_config import HFConfig
 from slime.config.layout import cut_faults
 from slime.config.rounding import rounding_problems
 
 
+def check_limits(args: Args) -> None:
+    """Raises one ConfigError that lists each number outside of the limits that its flag is declared with; NaN and
+    infinity are outside of all. To be called before `derive`, which calculates with them."""
+    problems = []
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            fault = limit_fault(value, field.metadata.get("limits"))
+            if fault is not None:
+                hint = " (leave it out to turn it off)" if field.name.endswith(("_interval", "keep_last")) else ""
+                problems.append(f"{flag_of(field.name)} is {value}: {fault}{hint}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def validate(args: Args, hf: HFConfig | None) -> None:
     """Raises one ConfigError that lists every problem, a line each."""
     checks = (
-        _sizes(args),
         _layout(args, hf),
         rounding_problems(args, hf),
         _batch(args),
@@ -32,33 +47,10 @@ def validate(args: Args, hf: HFConfig | None) -> None:
         raise ConfigError("\n".join(problems))
 
 
-_POSITIVE = (
-    "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "rollout_batch_size",
-    "n_samples_per_prompt", "global_batch_size", "micro_batch_size", "max_tokens_per_gpu", "rollout_max_response_len",
-    "over_sampling_batch_size", "n_samples_per_eval_prompt", "update_weight_buffer_size", "log_probs_chunk_size",
-    "update_weights_interval", "sglang_server_concurrency", "num_gpus_per_node", "dynamic_sampling_max_draws",
-)  # fmt: skip
-
-
-def _sizes(args: Args) -> Iterator[str]:
-    for name in _POSITIVE:
-        if getattr(args, name) < 1:
-            yield f"{flag_of(name)} is {getattr(args, name)}: it must be at least 1"
-    for name in ("num_rollout", "save_interval", "eval_interval", "keep_last", "num_epoch"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            yield f"{flag_of(name)} is {value}: it must be at least 1 (leave it out to turn it off)"
-    if args.lr < 0:
-        yield f"--lr is {args.lr}: it must not be negative"
-
-
 def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     ep = args.expert_model_parallel_size
     world = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if min(tp, pp, cp, ep) < 1:
-        return
     if world % (tp * pp * cp):
         yield (
             f"layout: {world} trainer ranks (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
@@ -154,8 +146,6 @@ def _algorithm(args: Args) -> Iterator[str]:
         yield "--loss-type custom_loss needs --custom-loss-path package.module.function"
     if not 0 <= args.eps_clip < 1:
         yield f"--eps-clip {args.eps_clip} must be in [0, 1): the ratio is clipped to [1 - eps_clip, 1 + eps_clip_high]"
-    if args.eps_clip_high < 0:
-        yield f"--eps-clip-high {args.eps_clip_high} must not be negative"
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c} must be above 1: it bounds the loss of negative advantages (dual clip)"
     if args.use_kl_loss and args.kl_coef:
@@ -197,8 +187,6 @@ def _algorithm(args: Args) -> Iterator[str]:
             "--use-opsm has no effect with one optimizer step per rollout, whose policy is the old one; give "
             "--num-steps-per-rollout, or --use-rollout-logprobs to measure from the engine"
         )
-    if args.opsm_delta < 0:
-        yield f"--opsm-delta {args.opsm_delta} must not be negative"
     if args.advantage_estimator in ("maxrl", "tailrl") and args.rm_type == "dapo" and not args.custom_rm_path:
         yield f"--advantage-estimator {args.advantage_estimator} needs rewards in [0, 1], --rm-type dapo gives -1 and 1; use math"
     if args.loss_type == "value_loss":
@@ -247,7 +235,7 @@ def _critic(args: Args) -> Iterator[str]:
         return
     replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     world = args.critic_num_nodes * args.critic_num_gpus_per_node
-    if world < 1 or world % replica:
+    if world % replica:
         yield (
             f"layout: {world} critic ranks (--critic-num-nodes {args.critic_num_nodes} x --critic-num-gpus-per-node "
             f"{args.critic_num_gpus_per_node}) are no multiple of TP x PP x CP = {replica}, which the critic shares"
@@ -255,20 +243,13 @@ def _critic(args: Args) -> Iterator[str]:
     actor = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.colocate_critic and world > actor:
         yield f"--colocate-critic: the critic has {world} ranks, the actor only {actor} devices to share"
-    if args.critic_lr < 0:
-        yield f"--critic-lr is {args.critic_lr}: it must not be negative"
     if args.value_clip <= 0:
         yield f"--value-clip {args.value_clip} must be above 0: at 0 the values could never move"
-    if args.num_critic_only_steps < 0:
-        yield f"--num-critic-only-steps is {args.num_critic_only_steps}: it must not be negative"
     if args.num_rollout is not None and args.num_critic_only_steps >= args.num_rollout:
         yield (
             f"--num-critic-only-steps {args.num_critic_only_steps}: the actor would never train in the "
             f"{args.num_rollout} rollouts of --num-rollout"
         )
-    for name in ("gamma", "lambd"):
-        if not 0 <= getattr(args, name) <= 1:
-            yield f"--{name} is {getattr(args, name)}: it must be in [0, 1]"
 
 
 def _rollout(args: Args) -> Iterator[str]:
