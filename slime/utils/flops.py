@@ -31,8 +31,6 @@ def measure_matmul_peak(device: torch.device | str, dtype: torch.dtype, seconds:
     device = torch.device(device)
     cuda = device.type == "cuda"
     size = 8192 if cuda else 768
-    if not cuda and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        size = 192  # computed without instructions for it, a hundred times slower: one large product takes seconds
     a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
     best, end = float("inf"), time.perf_counter() + seconds
     torch.mm(a, b)  # libraries choose and load their kernels in the first call

@@ -12,6 +12,7 @@ import torch
 
 from slime.backends.megatron_utils import checkpoint, data, device, train_step
 from slime.backends.megatron_utils.cp_utils import context_parallel
+from slime.backends.megatron_utils.cpu_products import fast_products
 from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.metrics import Timers, gap_metrics, mean_over_steps
@@ -106,7 +107,8 @@ class MegatronTrainActor:
             start = args.start_rollout_id
         self._memory = TrainerMemory(self.model, self.optimizer) if args.offload_train else None
         # All ranks measure at the same time, so each gets its share of a machine that they share.
-        self._matmul_peak = measure_matmul_peak(device.current_device(), self.model[0].config.params_dtype)
+        with fast_products():
+            self._matmul_peak = measure_matmul_peak(device.current_device(), self.model[0].config.params_dtype)
         if self._memory is not None:
             self._memory.release("optimizer", "grads")  # the engines' first weights are sent next
         return InitInfo(

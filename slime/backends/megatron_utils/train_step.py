@@ -10,6 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from slime.backends.megatron_utils.cpu_products import fast_products
 from slime.backends.megatron_utils.data import MicroBatch, MicroBatches
 from slime.backends.megatron_utils.device import current_device
 from slime.backends.megatron_utils.head import DeferredLogits, full_logits
@@ -52,15 +53,16 @@ def _run(
 ) -> list[Any]:
     """Megatron's schedule over the micro-batches; each model chunk walks through its own iterator over them."""
     iterators: Any = [iter(micro_batches) for _ in model]
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iterators if len(model) > 1 else iterators[0],
-        model=model,
-        num_microbatches=len(micro_batches),
-        seq_length=1,  # not used: packed lengths vary and travel along
-        micro_batch_size=1,
-        **options,
-    )
+    with fast_products():
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(model) > 1 else iterators[0],
+            model=model,
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # not used: packed lengths vary and travel along
+            micro_batch_size=1,
+            **options,
+        )
 
 
 def compute_log_probs(

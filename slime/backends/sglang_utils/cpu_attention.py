@@ -11,6 +11,8 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from slime.utils.cpu_bf16 import cpu_has_bf16
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -63,11 +65,12 @@ def attend(
     """
     n, heads, _ = query.shape
     shape = (n, rows.longest, *keys.shape[1:])
-    k = keys.index_select(0, rows.slots).view(shape).transpose(1, 2).to(query.dtype)
-    v = values.index_select(0, rows.slots).view(*shape[:3], values.size(-1)).transpose(1, 2).to(query.dtype)
-    grouped = query.view(n, keys.size(1), heads // keys.size(1), query.size(-1))
+    dtype = query.dtype if query.dtype != torch.bfloat16 or cpu_has_bf16() else torch.float32
+    k = keys.index_select(0, rows.slots).view(shape).transpose(1, 2).to(dtype)
+    v = values.index_select(0, rows.slots).view(*shape[:3], values.size(-1)).transpose(1, 2).to(dtype)
+    grouped = query.view(n, keys.size(1), heads // keys.size(1), query.size(-1)).to(dtype)
     out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=rows.seen(window), scale=scale)
-    return out.reshape(n, heads, values.size(-1))
+    return out.reshape(n, heads, values.size(-1)).to(query.dtype)
 
 
 class BatchedDecode(TorchNativeAttnBackend):

@@ -2,6 +2,7 @@
 
 A decode step multiplies a few rows with every weight of the model, so packing is most of its time. oneDNN keeps packed
 weights (as `torch.compile` uses them); they live beside the parameters and are made again after each weight update.
+On CPUs without instructions for bf16 they are float32: torch's own products are slow there.
 SGLang loads it through its own plug-in seam, as `cpu_attention.py`.
 """
 
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from slime.utils.cpu_bf16 import cpu_has_bf16
 
 _LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
@@ -40,12 +43,17 @@ class PackedWeights:
         self._packed.clear()
 
     def product(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [..., in] times layer.weight [out, in] (float32), plus bias [out]: [..., out]."""
+        """x [..., in] times layer.weight [out, in], plus bias [out]: [..., out], all of one dtype.
+
+        bf16 is computed in float32 and rounded once, at the end.
+        """
         packed = self._packed.get(layer)
         if packed is None:
             weight: Any = layer.weight
-            packed = self._packed[layer] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().float(), _ROWS)
+            self._packed[layer] = packed
+        wide_bias = None if bias is None else bias.float()
+        return torch.ops.mkldnn._linear_pointwise(x.float(), packed, wide_bias, "none", [], "").to(x.dtype)
 
     def linear(
         self,
@@ -75,13 +83,12 @@ class PackedWeights:
 
 
 def _fits(weight: Any, x: torch.Tensor) -> bool:
-    """Whether packing pays: one row alone is as fast without, and oneDNN has no fast bf16 on CPUs without AMX."""
-    return (
-        isinstance(weight, torch.Tensor)
-        and weight.dtype == x.dtype == torch.float32
-        and weight.ndim == 2
-        and x.numel() > x.size(-1)
-    )
+    """Whether packing pays: one float32 row alone is as fast without, and bf16 only where the CPU lacks it."""
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or weight.dtype != x.dtype:
+        return False
+    if x.dtype == torch.bfloat16:
+        return not cpu_has_bf16()
+    return x.dtype == torch.float32 and x.numel() > x.size(-1)
 
 
 def register() -> None:
