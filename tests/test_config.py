@@ -7,8 +7,10 @@ import pytest
 
 from slime.config import Args, ConfigError, load_args, make_layout
 from slime.config.hf_config import load_hf_config, parse_hf_config
+from slime.config.hooks import check_hooks
 from slime.config.parse import build_parser, parse_args
-from slime.config.validate import check_limits
+from slime.config.validate import BUILT_IN_REWARDS, check_limits
+from slime.utils.resume import check_start
 
 SFT = ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
 PPO, OPD = ["--advantage-estimator", "ppo"], ["--advantage-estimator", "on_policy_distillation"]
@@ -213,6 +215,76 @@ def test_models_that_engines_would_hold_otherwise_are_refused(base, tmp_path, ch
 def test_numbers_outside_of_their_limits_are_refused_before_anything_is_derived_from_them(base, more, message):
     with pytest.raises(ConfigError, match=message):
         load_args([*base, *more])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--num-steps-per-rollout", "4", "--global-batch-size", "4"], "makes 2 of 8 samples a step"),
+        (["--micro-batch-size", "4"], "give --no-use-dynamic-batch-size"),
+        (["--lr-warmup-iters", "1", "--lr-warmup-fraction", "0.1"], "choose one"),
+        (["--lr-decay-style", "cosine", "--lr-warmup-iters", "3"], "does not end before the 3 steps"),
+        (["--min-lr", "1"], "it is above --lr"),
+        (["--recompute-granularity", "full"], "needs --recompute-method and --recompute-num-layers"),
+        (["--recompute-num-layers", "1"], "no effect without --recompute-granularity full"),
+        (["--rm-type", "maths"], "--rm-type maths is unknown; built in are math"),
+        (["--rm-type", "dapo"], "give --reward-key score"),
+        (["--rm-type", "remote_rm", "--rm-url", "host/x"], "begins with http://"),
+        (["--group-rm"], "no effect without --custom-rm-path"),
+        (["--eval-prompt-data", "a", "f"], "no effect without --eval-interval"),
+        (["--eval-interval", "1", "--eval-prompt-data", "a", "f", "a", "g"], "names must differ"),
+        (["--save-interval", "2"], "no effect without --save"),
+        (["--finetune"], "no effect without --load"),
+        (["--ref-load", "."], "no effect without --use-kl-loss or --kl-coef; the first weights are"),
+        (["--gamma", "0.9"], "no effect without --advantage-estimator ppo or reinforce_plus_plus"),
+        (["--tis-clip", "3"], "no effect without --use-tis"),
+        (["--mask-offpolicy-in-partial-rollout"], "no effect without --partial-rollout"),
+        (["--custom-loss-path", "m.f", "--loss-type", "sft_loss"], "are two losses"),
+        (["--loss-type", "sft_loss", "--n-samples-per-prompt", "1"], "give --rollout-function-path"),
+        (SFT, "its samples have no reward"),
+        (["--sglang-router-ip", "1.2.3.4"], "needs --sglang-router-port"),
+        (["--rollout-top-k", "0"], "or -1 for all tokens"),
+        (["--rollout-stop", ""], "each would end at once"),
+        (["--rollout-max-prompt-len", "128"], "leaves no room for a response in a context of 128"),
+        (["--save", ""], "--save is empty"),
+        (["--sglang-mem-fraction-static"], "--mem-fraction-static needs a value"),
+        (["--sglang-enable-metrics", "maybe"], "is on or off"),
+        (["--apply-chat-template-kwargs", "[1]"], "is no JSON object"),
+        (["--update-weight-mode", "tensor"], "it needs --colocate"),
+    ],
+)
+def test_flags_that_contradict_or_that_nothing_would_read_are_refused(base, more, message):
+    with pytest.raises(ConfigError, match=message):
+        load_args([*base, *more])
+
+
+def test_built_in_rewards_are_those_of_the_hub():
+    from slime.rollout.rm_hub import RM_TYPES
+
+    assert set(BUILT_IN_REWARDS) == set(RM_TYPES)
+
+
+def test_what_would_be_replaced_or_cannot_be_found_is_refused_before_start(base, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+
+    def refused(message, *more):
+        with pytest.raises(ConfigError, match=message):
+            check_start(load_args([*base, "--run-dir", str(tmp_path / "run"), *more]))
+
+    refused("the folder holds other files, which would be lost", "--save-hf", str(tmp_path / "mine"))
+    refused("would replace --hf-checkpoint", "--save-hf", str(tmp_path / "model"))
+    refused("would replace --hf-checkpoint", "--save-hf", str(tmp_path))
+    refused("each rollout would replace", "--save-debug-rollout-data", str(tmp_path / "x.pt"))
+    refused("only {rollout_id} is filled in", "--save-debug-rollout-data", str(tmp_path / "{step}.pt"))
+    refused("there is no .*/0.pt", "--load-debug-rollout-data", str(tmp_path / "{rollout_id}.pt"))
+
+
+def test_a_hook_whose_module_exits_is_a_fault_of_the_hook(base, tmp_path, monkeypatch):
+    (tmp_path / "script_without_guard.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="importing it failed with SystemExit: 3"):
+        check_hooks(load_args([*base, "--custom-rm-path", "script_without_guard.reward"]))
 
 
 def test_every_default_is_within_its_limits():

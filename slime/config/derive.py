@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
 
 _PATHS = (
@@ -31,8 +32,10 @@ def derive(args: Args, hf: HFConfig | None) -> Args:
             out[name] = value
 
     if args.custom_loss_path:
+        if args.loss_type not in ("policy_loss", "custom_loss"):
+            raise ConfigError(f"--custom-loss-path and --loss-type {args.loss_type} are two losses; choose one")
         out["loss_type"] = "custom_loss"
-    if args.load_debug_rollout_data or (args.loss_type == "sft_loss" and not args.custom_loss_path):
+    if args.load_debug_rollout_data or args.loss_type == "sft_loss":
         out["debug_train_only"] = True  # neither needs an engine
 
     replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size

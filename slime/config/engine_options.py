@@ -117,7 +117,7 @@ def _words(option: Option, value: Any) -> list[str]:
         if text in ("false", "0"):
             return [option.flag.replace("--", "--no-", 1)] if option.kind == "toggle" else []
         raise ConfigError(f"{option.flag} is on or off; it takes no value {value!r}")
-    if value is None:
+    if value is None or value is True:  # as a flag without a value is parsed
         raise ConfigError(f"{option.flag} needs a value")
     if option.kind == "list":
         return [option.flag, *(shlex.split(value) if isinstance(value, str) else map(str, value))]

@@ -1,6 +1,8 @@
 """How one flag is declared: a dataclass field with its default, its help and its limits in one place."""
 
+import argparse
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +51,17 @@ def default_of(field: dataclasses.Field) -> Any:
     """The default of a field, whether given as a value or as a factory."""
     factory: Any = field.default_factory
     return field.default if field.default is not dataclasses.MISSING else factory()
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The value of a flag that takes a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object: expected {{"name": value}}')
+    return value
 
 
 def limit_fault(value: float, limits: str | None) -> str | None:

@@ -4,12 +4,11 @@ Sizes are in samples unless a name says tokens; `*_path` flags take `package.mod
 `None` means "derived" or "off", as the help of the flag says; `slime.config.derive` fills the derived ones.
 """
 
-import json
 from typing import Any
 
 from slime.config.algorithm import AlgorithmArgs
 from slime.config.architecture import ArchitectureArgs
-from slime.config.fields import arg, group
+from slime.config.fields import arg, group, json_object
 
 
 @group("files of flags")
@@ -147,7 +146,7 @@ class DataArgs:
     metadata_key: str = arg("metadata", "column of a dict that is passed on in Sample.metadata")
     tool_key: str | None = arg(None, "column of tools for the chat template")
     apply_chat_template: bool = arg(False, "render prompts with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict = arg({}, "JSON: further arguments of the chat template", parse=json.loads)
+    apply_chat_template_kwargs: dict = arg({}, "JSON: further arguments of the chat template", parse=json_object)
     rollout_shuffle: bool = arg(False, "shuffle prompts each epoch (seed: --rollout-seed)")
     rollout_seed: int = arg(42, "seed of prompt order and of sampling", limits="[0, 4294967295]")
     rollout_max_prompt_len: int | None = arg(

@@ -78,7 +78,7 @@ def load_hook(args: Any, field_name: str) -> Callable[..., Any] | None:
         function = load_by_path(path)
     except ConfigError as error:
         raise ConfigError(f"{flag} {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a __main__ guard exits
         raise ConfigError(f"{flag} {path}: importing it failed with {type(error).__name__}: {error}") from error
     hook = _hook_texts().get(field_name)
     if hook is not None:

@@ -7,20 +7,35 @@ from pathlib import Path
 from slime.config.architecture import disagreements
 from slime.config.args import Args
 from slime.config.critic import uses_critic
-from slime.config.engine_options import RESERVED_ROUTER, RESERVED_SERVER, overlay, router_options, server_options
+from slime.config.engine_options import (
+    RESERVED_ROUTER,
+    RESERVED_SERVER,
+    command_line,
+    overlay,
+    router_options,
+    server_options,
+)
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of, limit_fault
 from slime.config.hf_config import HFConfig
 from slime.config.layout import cut_faults
+from slime.config.no_effect import flags_without_effect
 from slime.config.rounding import rounding_problems
+
+# What --rm-type may name; tests/test_config.py holds it to slime.rollout.rm_hub.RM_TYPES.
+BUILT_IN_REWARDS = ("math", "exact", "f1", "reasoning_gym", "remote_rm", "deepscaler", "dapo", "random")
 
 
 def check_limits(args: Args) -> None:
-    """Raises one ConfigError that lists each number outside of the limits that its flag is declared with; NaN and
-    infinity are outside of all. To be called before `derive`, which calculates with them."""
+    """Raises one ConfigError that lists each text that is empty, and each number outside of the limits that its flag is
+    declared with; NaN and infinity are outside of all. To be called before `derive`, which calculates with them."""
     problems = []
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
+        if value == "":
+            problems.append(
+                f"{flag_of(field.name)} is empty: leave it out, or give a value (a variable that is not set?)"
+            )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             fault = limit_fault(value, field.metadata.get("limits"))
             if fault is not None:
@@ -36,11 +51,13 @@ def validate(args: Args, hf: HFConfig | None) -> None:
         _layout(args, hf),
         rounding_problems(args, hf),
         _batch(args),
+        _schedule(args),
         _algorithm(args),
         _critic(args),
         _teacher(args, hf),
         _rollout(args),
         _files(args),
+        flags_without_effect(args),
     )
     problems = [problem for check in checks for problem in check]
     if problems:
@@ -68,6 +85,8 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
         yield f"--rollout-num-gpus-per-engine {engine_tp} spans nodes but is no multiple of --num-gpus-per-node {args.num_gpus_per_node}"
     if args.colocate and args.device == "cuda" and args.rollout_num_gpus > world:
         yield f"--colocate: engines claim {args.rollout_num_gpus} GPUs, the trainer has {world}; lower --rollout-num-gpus"
+    if args.update_weight_mode == "tensor" and not args.colocate:
+        yield "--update-weight-mode tensor hands over memory of one device: it needs --colocate; leave it out"
     if args.sequence_parallel and tp == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more"
     if args.allgather_cp and cp == 1:
@@ -127,6 +146,12 @@ def _batch(args: Args) -> Iterator[str]:
             f"--global-batch-size {args.global_batch_size} is more than a rollout yields: --rollout-batch-size "
             f"{args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
         )
+    steps = args.num_steps_per_rollout
+    if steps is not None and args.global_batch_size != -(-samples // steps) and steps <= samples:
+        yield (
+            f"--num-steps-per-rollout {steps} makes {-(-samples // steps)} of {samples} samples a step, "
+            f"--global-batch-size says {args.global_batch_size}; give one of them"
+        )
     if args.over_sampling_batch_size < args.rollout_batch_size:
         yield (
             f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
@@ -134,6 +159,21 @@ def _batch(args: Args) -> Iterator[str]:
         )
     if args.num_rollout is None and args.num_epoch is None and not args.dry_run:
         yield "give --num-rollout (steps) or --num-epoch (passes over the prompts)"
+
+
+def _schedule(args: Args) -> Iterator[str]:
+    full = args.recompute_granularity == "full"
+    if full and not (args.recompute_method and args.recompute_num_layers):
+        yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers (uniform and 1: every layer)"
+    steps = args.lr_decay_iters
+    if steps is None and args.num_rollout is not None:
+        steps_per_rollout = -(-args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+        steps = max(1, args.num_rollout - args.num_critic_only_steps) * steps_per_rollout
+    if args.lr_decay_style != "constant" and steps is not None and 0 < args.lr_warmup_iters >= steps:
+        yield (
+            f"--lr-warmup-iters {args.lr_warmup_iters} does not end before the {steps} steps of the decay do "
+            "(--lr-decay-iters, else all steps of the run)"
+        )
 
 
 def _algorithm(args: Args) -> Iterator[str]:
@@ -151,7 +191,7 @@ def _algorithm(args: Args) -> Iterator[str]:
     if args.use_kl_loss and args.kl_coef:
         yield "--use-kl-loss and --kl-coef both count the KL to the reference; choose one"
     if args.use_kl_loss and not args.kl_loss_coef:
-        yield "--use-kl-loss with --kl-loss-coef 0 trains nothing; give --kl-loss-coef"
+        yield "--use-kl-loss with --kl-loss-coef 0 trains nothing; give --kl-loss-coef, or leave both out"
     if args.kl_loss_coef and not args.use_kl_loss:
         yield f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss"
     if args.kl_coef and args.advantage_estimator not in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
@@ -260,6 +300,17 @@ def _rollout(args: Args) -> Iterator[str]:
     needs_reward = args.loss_type == "policy_loss" and not args.debug_train_only
     if needs_reward and not args.rm_type and not args.custom_rm_path and not args.custom_generate_function_path:
         yield "no reward: give --rm-type (math, exact, f1, reasoning_gym, remote_rm) or --custom-rm-path"
+    if args.rm_type and args.rm_type.removeprefix("boxed_") not in BUILT_IN_REWARDS:
+        yield f"--rm-type {args.rm_type} is unknown; built in are {', '.join(BUILT_IN_REWARDS)}, also with boxed_ before it"
+    by_user = (
+        args.custom_rm_path or args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+    )
+    if args.rm_type == "dapo" and not args.reward_key and not by_user and needs_reward:
+        yield "--rm-type dapo gives a dict: give --reward-key score (or acc)"
+    for name in ("rm_url", "opd_teacher_url"):
+        url = getattr(args, name)
+        if url and not url.startswith(("http://", "https://")):
+            yield f"{flag_of(name)} {url}: a URL begins with http:// or https://"
     if args.rm_type == "remote_rm" and not args.rm_url:
         yield "--rm-type remote_rm needs --rm-url"
     if (
@@ -268,6 +319,25 @@ def _rollout(args: Args) -> Iterator[str]:
         and args.over_sampling_batch_size == args.rollout_batch_size
     ):
         yield "--partial-rollout has no effect without --over-sampling-batch-size above --rollout-batch-size"
+    sft = args.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout"
+    generates = args.rollout_function_path == "slime.rollout.sglang_rollout.generate_rollout"
+    if args.loss_type == "sft_loss" and generates and not args.load_debug_rollout_data:
+        yield "--loss-type sft_loss starts no engine: give --rollout-function-path slime.rollout.sft_rollout.generate_rollout"
+    if args.loss_type == "policy_loss" and sft and args.advantage_estimator != "on_policy_distillation":
+        yield f"--rollout-function-path {args.rollout_function_path} is for --loss-type sft_loss: its samples have no reward"
+    if args.eval_interval and args.eval_function_path == "slime.rollout.sft_rollout.generate_rollout":
+        yield "--eval-interval: fine-tuning has no engine to evaluate with; give --eval-function-path, or leave it out"
+    if args.sglang_router_ip and not args.sglang_router_port:
+        yield "--sglang-router-ip needs --sglang-router-port"
+    if args.rollout_top_k < 1 and args.rollout_top_k != -1:
+        yield f"--rollout-top-k {args.rollout_top_k}: it must be at least 1, or -1 for all tokens"
+    if "" in (args.rollout_stop or ()):
+        yield "--rollout-stop has an empty string, which is in every response: each would end at once"
+    if args.rollout_max_context_len and (args.rollout_max_prompt_len or 0) >= args.rollout_max_context_len:
+        yield (
+            f"--rollout-max-prompt-len {args.rollout_max_prompt_len} leaves no room for a response in a context of "
+            f"{args.rollout_max_context_len} tokens"
+        )
     if args.rollout_temperature <= 0 and args.loss_type == "policy_loss":
         yield f"--rollout-temperature {args.rollout_temperature}: policy gradients need samples, so it must be above 0"
     for given, known, reserved, prefix in (
@@ -276,7 +346,7 @@ def _rollout(args: Args) -> Iterator[str]:
     ):
         for name, value in given.items():
             try:
-                overlay({}, {name: value}, known(), reserved, prefix)
+                command_line(overlay({}, {name: value}, known(), reserved, prefix), known())
             except ConfigError as error:
                 yield str(error)
     if args.update_weights_interval > 1:
@@ -286,6 +356,9 @@ def _rollout(args: Args) -> Iterator[str]:
         )
     if args.eval_prompt_data is not None and len(args.eval_prompt_data) % 2:
         yield "--eval-prompt-data takes pairs: name file [name file ...]"
+    names = (args.eval_prompt_data or [])[::2]
+    if len(set(names)) < len(names):
+        yield f"--eval-prompt-data: names must differ, found {', '.join(names)}"
     context, eval_context = args.rollout_max_context_len, args.eval_max_context_len
     if context and eval_context and eval_context > context:
         yield f"--eval-max-context-len {eval_context} is over --rollout-max-context-len {context}, which engines are started with"

@@ -17,6 +17,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 DEFAULT_LABEL_KEY = "label"  # the flag's default: a file may do without this one, not without one asked for
+DEFAULT_METADATA_KEY = "metadata"  # the same
 TOKENIZE_AT_ONCE = 1024
 _CHECKED = 1000  # rows that are looked at before a run starts
 
@@ -149,6 +150,9 @@ def _read_samples(spec: str, args: Any, tokenizer: Any, limit: int | None = None
     if not rows:
         raise ValueError(f"{spec}: no rows to read; give a file, and a slice of it, that has some")
     label_key = _present_label_key(args.label_key, rows)
+    if args.metadata_key != DEFAULT_METADATA_KEY and not any(args.metadata_key in row for _, row in rows):
+        place, row = rows[0]
+        raise ValueError(f"{place}: no key {args.metadata_key!r} (--metadata-key); the keys there are {_keys(row)}")
     return [place for place, _ in rows], [_to_sample(place, row, args, label_key, tokenizer) for place, row in rows]
 
 

@@ -72,6 +72,11 @@ def check_start(args: Args) -> list[str]:
     for flag, folder in (("--run-dir", args.run_dir), ("--save", args.save), ("--save-hf", args.save_hf)):
         if folder is not None:
             _check_writable(flag, Path(folder).parent if flag == "--save-hf" else Path(folder))
+    if args.save_hf is not None:
+        _check_replaceable(args)
+    for name, dump in (("save", args.save_debug_rollout_data), ("load", args.load_debug_rollout_data)):
+        if dump is not None:
+            _check_dump(f"--{name}-debug-rollout-data", dump, args)
     for name in ("load", "ref_load", "critic_load", "opd_teacher_load"):
         if (folder := getattr(args, name)) is not None:
             _check_source(flag_of(name), Path(folder), args)
@@ -169,6 +174,43 @@ def _check_writable(flag: str, folder: Path) -> None:
         os.unlink(name)
     except OSError as error:
         raise ConfigError(f"{flag} {folder}: {place} cannot be written ({error.strerror}); choose another") from None
+
+
+def _check_replaceable(args: Args) -> None:
+    """--save-hf replaces a folder as a whole: it may be an earlier result, but nothing else that a user has."""
+    target = Path(args.save_hf)
+    if target.is_file():
+        raise ConfigError(f"--save-hf {target}: it is a file, not a folder")
+    for name in (
+        "hf_checkpoint",
+        "ref_load",
+        "load",
+        "critic_load",
+        "opd_teacher_load",
+        "save",
+        "run_dir",
+        "prompt_data",
+    ):
+        other = getattr(args, name)
+        if other is not None and Path(other).resolve().is_relative_to(target.resolve()):
+            raise ConfigError(f"--save-hf {target} would replace {flag_of(name)} {other}; choose another folder")
+    if target.is_dir() and any(target.iterdir()) and not is_hf_folder(target):
+        raise ConfigError(f"--save-hf {target}: the folder holds other files, which would be lost; choose another")
+
+
+def _check_dump(flag: str, path: str, args: Args) -> None:
+    try:
+        first = Path(path.format(rollout_id=args.start_rollout_id or 0))
+    except (KeyError, IndexError, ValueError):
+        raise ConfigError(f"{flag} {path}: only {{rollout_id}} is filled in") from None
+    if flag.startswith("--save"):
+        if "{rollout_id" not in path and args.num_rollout not in (None, 1):
+            raise ConfigError(f"{flag} {path}: each rollout would replace the one before; put {{rollout_id}} into it")
+        _check_writable(flag, first.parent)
+    elif "{rollout_id" not in path and not first.is_file():
+        raise ConfigError(f"{flag} {path}: no such file")
+    elif resumed_checkpoint(args) is None and not first.is_file():
+        raise ConfigError(f"{flag} {path}: there is no {first}")
 
 
 def _plain(values: Any) -> Any:
