@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from slime.config import Args, ConfigError, load_args, make_layout
+from slime.config import Args, ConfigError, foreign, load_args, make_layout
 from slime.config.hf_config import load_hf_config, parse_hf_config
 from slime.config.hooks import check_hooks
 from slime.config.parse import build_parser, parse_args
@@ -56,6 +56,8 @@ def test_command_line_wins_over_yaml_over_default(tmp_path):
         (["--eps-cli", "0.1"], "unknown flag --eps-cli; did you mean --eps-clip"),  # no abbreviations
         (["--sglang-mem-fraction", "0.8"], "did you mean --sglang-mem-fraction-static"),
         (["--router-polisy", "random"], "did you mean --router-policy"),
+        (["--bf16"], "unknown flag --bf16: give --params-dtype"),
+        (["--use-wandb"], "unknown flag --use-wandb: metrics go to TensorBoard"),
         (["stray"], "'stray' belongs to no flag"),
         (["--lr", "fast"], "invalid float value: 'fast'"),
         (["--loss-type", "nope"], "invalid choice: 'nope'"),
@@ -76,6 +78,45 @@ def test_unknown_yaml_key_and_broken_yaml(tmp_path):
         parse_args(["--config", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\nlr: 2\n", "the key 'lr' is there twice"),
+        ("n-samples-per-prompt: 1\nn_samples_per_prompt: 2\n", "'n_samples_per_prompt' is there twice"),
+        ("tp: 1\ntensor_model_parallel_size: 2\n", "'tp' and 'tensor_model_parallel_size' are the same flag"),
+        ("config: other.yaml\n", "cannot name another"),
+        ("lr: true\n", "lr: True is a bool; needed: FLOAT"),
+        ("lr: [1, 2]\n", "is a list; needed: FLOAT"),
+        ("lr:\n  peak: 1\n", "is a dict; needed: FLOAT"),
+        ("colocate: 'false'\n", "needed: true or false"),
+        ("lr: fast\n", "invalid float value: 'fast'"),
+        ("bf16: true\n", "unknown key 'bf16': give --params-dtype bfloat16"),
+        ("lr: [\n", "cannot be read"),
+        (b"lr: \xff\n", "cannot be read"),
+    ],
+)
+def test_a_file_of_flags_with_wrong_lines_says_so(tmp_path, text, message):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message):
+        parse_args(["--config", str(file)])
+
+
+def test_a_file_of_flags_may_be_empty_and_say_off_without_quotes(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("")
+    assert parse_args(["--config", str(file)]).lr == 1e-6
+    file.write_text("progress: off\nrounding_profile: off\ncolocate: on\napply_chat_template_kwargs: {a: 1}\n")
+    args = parse_args(["--config", str(file)])
+    assert (args.progress, args.rounding_profile, args.colocate) == ("off", "off", True)
+    assert args.apply_chat_template_kwargs == {"a": 1}
+
+
+def test_no_flag_that_is_there_has_advice_against_it():
+    known = {s.removeprefix("--") for action in build_parser()._actions for s in action.option_strings}
+    assert not known & set(foreign._ADVICE)
+
+
 def test_keys_of_the_users_own_file_are_attributes(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("my_weight: 0.5\n")
@@ -86,6 +127,9 @@ def test_keys_of_the_users_own_file_are_attributes(tmp_path):
         args.lr = 1.0
     with pytest.raises(AttributeError, match="neither a flag nor a key"):
         _ = args.my_weigth
+    file.write_text("replace: 0.5\n")
+    with pytest.raises(ConfigError, match="args.replace is a method"):
+        parse_args(["--custom-config-path", str(file)])
     file.write_text("lr: 0.5\n")
     with pytest.raises(ConfigError, match="'lr' is a flag"):
         parse_args(["--custom-config-path", str(file)])
@@ -311,3 +355,14 @@ def test_hf_config_of_old_and_new_files():
 def test_model_folder_without_config(tmp_path):
     with pytest.raises(ConfigError, match="there is no config.json in it"):
         load_hf_config(tmp_path)
+    for text, message in (
+        (b"\xff", "cannot be read as JSON"),
+        (b"[1]", "it holds a list"),
+        (
+            json.dumps({**TINY, "num_hidden_layers": "4"}).encode(),
+            "num_hidden_layers is '4'; it must be a whole number",
+        ),
+    ):
+        (tmp_path / "config.json").write_bytes(text)
+        with pytest.raises(ConfigError, match=message):
+            load_hf_config(tmp_path)

@@ -119,9 +119,11 @@ def load_hf_config(folder: str | Path) -> HFConfig:
             f"--hf-checkpoint {folder}: there is no config.json in it, so it is not a Hugging Face model folder"
         )
     try:
-        raw = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # bad UTF-8 too
         raise ConfigError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: it holds a {type(raw).__name__}, not an object; is it a model's config.json?")
     return parse_hf_config(raw, str(path))
 
 
@@ -131,6 +133,8 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
     def need(key: str) -> Any:
         if raw.get(key) is None:
             raise ConfigError(f"{where}: the key {key!r} is missing; is this a decoder language model?")
+        if key != "model_type" and not (isinstance(raw[key], int) and raw[key] > 0):
+            raise ConfigError(f"{where}: {key} is {raw[key]!r}; it must be a whole number above 0")
         return raw[key]
 
     model_type = need("model_type")

@@ -16,6 +16,7 @@ from slime.config.args import Args
 from slime.config.engine_options import known_router_options, known_server_options
 from slime.config.errors import ConfigError
 from slime.config.fields import default_of, flag_of
+from slime.config.foreign import advice
 from slime.config.groups import GROUPS
 
 # Who takes `--<owner>-<option>`, and which options the installed one has.
@@ -88,6 +89,11 @@ def parse_args(argv: Sequence[str]) -> Args:
     passed = _take_pass_through(rest, parser)
     extra = _read_yaml(given["custom_config_path"], "--custom-config-path") if given.get("custom_config_path") else {}
     clash = sorted(set(extra) & set(Args.__dataclass_fields__))
+    taken = next((name for name in extra if hasattr(Args, name) and name not in clash), None)
+    if taken is not None:
+        raise ConfigError(
+            f"--custom-config-path {given['custom_config_path']}: args.{taken} is a method; rename the key"
+        )
     if clash:
         raise ConfigError(
             f"--custom-config-path {given['custom_config_path']}: {clash[0]!r} is a flag; set {flag_of(clash[0])}"
@@ -95,10 +101,21 @@ def parse_args(argv: Sequence[str]) -> Args:
     return Args(**given, extra=extra, **passed)
 
 
+class _Loader(yaml.SafeLoader):
+    """As safe_load, but a key that stands twice is an error instead of the later one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value).replace("-", "_") for key, _ in node.value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: str, flag: str) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{flag} {path}: cannot be read ({' '.join(str(error).split())})") from None
     if data is None:
         return {}
@@ -109,14 +126,23 @@ def _read_yaml(path: str, flag: str) -> dict[str, Any]:
 
 def _yaml_to_argv(data: dict[str, Any], path: str, parser: argparse.ArgumentParser) -> list[str]:
     """YAML keys as flags, so that files and command lines are checked by the same code."""
-    known = _known_flags(parser)
+    actions = {s: action for action in parser._actions for s in action.option_strings}
     out: list[str] = []
+    seen: dict[str, str] = {}
     for name, value in data.items():
         flag = flag_of(name)
-        if flag not in known and not flag.startswith(("--sglang-", "--router-")):
-            raise ConfigError(f"--config {path}: unknown key {name!r}{_nearest(flag, known)}")
+        passed = flag not in actions and flag.startswith(("--sglang-", "--router-"))
+        if flag not in actions and not passed:
+            raise ConfigError(f"--config {path}: unknown key {name!r}{_instead(flag, list(actions))}")
+        if name == "config":
+            raise ConfigError(f"--config {path}: a file of flags cannot name another; put its lines into this one")
         if value is None:
             continue
+        if not passed:
+            other = seen.setdefault(actions[flag].dest, name)
+            if other != name:
+                raise ConfigError(f"--config {path}: {other!r} and {name!r} are the same flag; choose one")
+            value = _yaml_value(name, value, actions[flag], path)
         if isinstance(value, bool):
             out.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, list):
@@ -126,8 +152,25 @@ def _yaml_to_argv(data: dict[str, Any], path: str, parser: argparse.ArgumentPars
     return out
 
 
+def _yaml_value(name: str, value: Any, action: argparse.Action, path: str) -> Any:
+    """The value of a flag, if it is of a kind that the flag takes."""
+    is_switch = isinstance(action, argparse.BooleanOptionalAction)
+    if isinstance(value, bool) and not is_switch and action.choices:
+        word = "on" if value else "off"  # YAML reads these words as true and false
+        value = word if word in action.choices else value
+    fits = {bool: is_switch, list: action.nargs == "*", dict: action.metavar == "JSON"}.get(type(value), not is_switch)
+    if not fits:
+        wanted = "true or false" if is_switch else "a list" if action.nargs == "*" else f"{action.metavar}"
+        raise ConfigError(f"--config {path}: {name}: {value!r} is a {type(value).__name__}; needed: {wanted}")
+    return value
+
+
 def _known_flags(parser: argparse.ArgumentParser) -> list[str]:
     return [s for action in parser._actions for s in action.option_strings]
+
+
+def _instead(flag: str, known: Sequence[str]) -> str:
+    return f": {text}" if (text := advice(flag)) else _nearest(flag, known)
 
 
 def _nearest(flag: str, known: Sequence[str]) -> str:
@@ -146,7 +189,7 @@ def _take_pass_through(rest: list[str], parser: argparse.ArgumentParser) -> dict
         if owner is None:
             if not flag.startswith("--"):
                 raise ConfigError(f"{flag!r} belongs to no flag (values with spaces need quotes)")
-            raise ConfigError(f"unknown flag {flag}{_nearest(flag, _known_flags(parser))}")
+            raise ConfigError(f"unknown flag {flag}{_instead(flag, _known_flags(parser))}")
         option = flag[len(owner) + 3 :].replace("-", "_")
         known = _PASS_THROUGH[owner]()
         if known is not None and option not in known:
