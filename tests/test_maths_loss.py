@@ -593,6 +593,24 @@ def test_a_teacher_is_read_only_where_asked_for():
         L.compute_advantages_and_returns(base_args(**changes), data)
 
 
+def mean_only(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    mask = torch.cat(list(loss_masks))
+    gap = torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))
+    return pg_loss, list(loss_masks), {"gap": (gap * mask).sum() / mask.sum()}
+
+
+def test_a_scalar_metric_of_a_users_importance_function_is_a_mean_over_tokens():
+    """However the step is cut into micro-batches, one of which has nothing to train and a mean of 0 / 0."""
+    hook, data = f"{__name__}.mean_only", make_data()
+    gaps = [
+        (new - old)[mask > 0]
+        for new, old, mask in zip(data["log_probs"], data["rollout_log_probs"], data["loss_masks"], strict=True)
+    ]
+    for max_tokens in (1000, 10):
+        args = base_args(custom_tis_function_path=hook, max_tokens_per_gpu=max_tokens)
+        assert run(args, data)[1]["gap"] == pytest.approx(torch.cat(gaps).mean().item(), abs=1e-6)
+
+
 def test_opsm_drops_bad_responses_that_drifted():
     data = make_data()
     plain, _, _ = run(base_args(), data)

@@ -267,7 +267,10 @@ def _importance_weighted(
     )
     token_mean = _token_mean(sum_of_sample_mean)
     for name, value in tis_metrics.items():
-        metrics[name] = token_mean(value.float()) if value.shape == pg_loss.shape else value
+        if name.endswith(UNSCALED) and value.shape != pg_loss.shape:
+            metrics[name] = value
+        else:  # a scalar is the micro-batch's mean over its trained tokens, and weighs as many in the step's
+            metrics[name] = token_mean(value.float().expand_as(pg_loss))
     return select(pg_loss, torch.cat(list(masks)))
 
 
