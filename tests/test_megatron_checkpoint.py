@@ -230,6 +230,11 @@ def test_what_can_be_known_is_known_before_anything_starts(copy, model, tmp_path
     with pytest.raises(ConfigError, match="--num-rollout was 3 and is 9"):
         edit(path / "manifest.json", run={"flags": {"num_rollout": 3}})
         check_start(args.replace(lr_decay_style="cosine", num_rollout=9))
+    epochs = args.replace(lr_decay_style="cosine", num_rollout=None, num_epoch=2)
+    edit(path / "manifest.json", run={"flags": {"num_rollout": 3, "num_epoch": 2}})
+    assert check_start(epochs) == []
+    with pytest.raises(ConfigError, match="--num-epoch was 2 and is 5"):
+        check_start(epochs.replace(num_epoch=5))
     edit(path / "manifest.json", run={})  # weights of no run: nothing goes on
     assert check_start(args.replace(lr_decay_style="cosine", num_rollout=9)) == []
 
@@ -237,6 +242,10 @@ def test_what_can_be_known_is_known_before_anything_starts(copy, model, tmp_path
     edit(path / "manifest.json", run={"model": json.loads(open(f"{model}/config.json").read())})
     with pytest.raises(ConfigError, match="of another model: its num_hidden_layers is 4, that of .* is 2"):
         check_start(args.replace(hf_checkpoint=other))
+    longer = {**json.loads(open(f"{model}/config.json").read()), "rope_theta": 5e6, "rope_parameters": None}
+    edit(path / "manifest.json", run={"model": longer})  # the same shapes, and another function of them
+    with pytest.raises(ConfigError, match="is another model than --hf-checkpoint: rope_theta 5000000.0 instead of"):
+        check_start(args.replace(load=None, opd_teacher_load=args.load))
     assert check_start(args.replace(load=model)) == []
     (tmp_path / "junk").mkdir()
     assert check_start(args.replace(load=str(tmp_path / "junk"))) == []  # empty: a fresh start

@@ -209,4 +209,4 @@ def check_same_model(own: HFConfig, other: HFConfig, folder: str | Path) -> None
         f"{n} {getattr(other, n)} instead of {getattr(own, n)}" for n in names if getattr(own, n) != getattr(other, n)
     ]
     if wrong:
-        raise ConfigError(f"{folder}/config.json is another model than --hf-checkpoint: {', '.join(wrong)}")
+        raise ConfigError(f"{folder} is another model than --hf-checkpoint: {', '.join(wrong)}")

@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of
-from slime.config.hf_config import check_same_model, load_hf_config
+from slime.config.hf_config import HFConfig, check_same_model, load_hf_config, parse_hf_config
 from slime.utils.checkpoint_folder import (
     check_sizes,
     holds_weights_only,
@@ -86,12 +86,13 @@ def check_start(args: Args) -> list[str]:
     if found is None or manifest is None:
         return []
     changes = changed_flags(manifest.run.get("flags", {}), args)
-    rollouts = manifest.run.get("flags", {}).get("num_rollout")
-    if _decays_over_the_run(args) and args.num_rollout is not None and rollouts != args.num_rollout:
-        changes["num_rollout"] = (rollouts, args.num_rollout)
+    length = "num_epoch" if args.num_rollout is None else "num_rollout"
+    before = manifest.run.get("flags", {}).get(length)
+    if _decays_over_the_run(args) and before != getattr(args, length):
+        changes[length] = (before, getattr(args, length))
     dangerous = {name: changes[name] for name in changes if name in _DANGEROUS}
     if _decays_over_the_run(args):  # they say how many optimizer steps the decay takes
-        dangerous |= {name: changes[name] for name in ("num_rollout", "global_batch_size") if name in changes}
+        dangerous |= {name: changes[name] for name in (length, "global_batch_size") if name in changes}
     if dangerous and not args.allow_config_change:
         raise ConfigError(
             "\n".join(
@@ -127,7 +128,7 @@ def _check_source(flag: str, folder: Path, args: Args) -> None:
         manifest = read_manifest(found[0])
         if manifest is not None:
             check_sizes(found[0], manifest)
-            _check_model(found[0], manifest.run.get("model") or {}, load_hf_config(args.hf_checkpoint).raw, args)
+            _check_model(found[0], manifest.run.get("model") or {}, load_hf_config(args.hf_checkpoint), args)
         return
     if is_hf_folder(folder):
         if folder.resolve() != Path(args.hf_checkpoint).resolve():
@@ -151,13 +152,15 @@ def _check_weights(args: Args) -> None:
         locate_tensors(folder)
 
 
-def _check_model(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], args: Args) -> None:
+def _check_model(path: Path, before: Mapping[str, Any], now: HFConfig, args: Args) -> None:
     for key in _MODEL_KEYS:
-        if key in before and before.get(key) != now.get(key):
+        if key in before and before.get(key) != now.raw.get(key):
             raise ConfigError(
                 f"checkpoint {path} is of another model: its {key} is {before[key]!r}, that of {args.hf_checkpoint} is "
-                f"{now.get(key)!r}"
+                f"{now.raw.get(key)!r}"
             )
+    if before:  # what else its weights were made for: positions, windows, experts per token
+        check_same_model(now, parse_hf_config(dict(before), f"{path}/manifest.json"), path)
 
 
 def _check_writable(flag: str, folder: Path) -> None:
