@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.log_probs import log_probs_of
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.utils.ppo_utils import compute_approx_kl, compute_policy_loss, select
 
 
@@ -29,7 +29,8 @@ def combine_loss_function(
 
     Raises ValueError when the samples have no teacher_log_probs.
     """
-    out = log_probs_of(args, batch, logits, with_entropy=True)
+    of_tokens = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    _, out = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **of_tokens)
     mask = torch.cat(batch["loss_masks"])
     log_probs, entropy = (select(torch.cat(out[name]), mask) for name in ("log_probs", "entropy"))
     old_log_probs = select(torch.cat(_old_log_probs(args, batch)), mask)

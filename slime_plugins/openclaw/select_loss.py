@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.log_probs import log_probs_of
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.utils.ppo_utils import clamp_log_ratio, compute_approx_kl, compute_policy_loss, select
 
 SELECTIONS = ("sequence_optimal", "token_optimal", "shortest")
@@ -139,7 +139,10 @@ def select_loss_function(
         for name in names
     )
     valid = valid * mask.unsqueeze(1)
-    out = log_probs_of(args, batch, logits, with_entropy=True, token_ids=[torch.where(valid > 0, ids, 0)])
+    of_tokens = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    _, out = get_log_probs_and_entropy(
+        logits, args=args, with_entropy=True, token_ids=[torch.where(valid > 0, ids, 0)], **of_tokens
+    )
     log_probs, entropy = (select(torch.cat(out[name]), mask) for name in ("log_probs", "entropy"))
     old_log_probs, rewarded = (select(torch.cat(batch[name]), mask) for name in ("log_probs", "advantages"))
     ppo_kl = old_log_probs - log_probs
