@@ -511,7 +511,7 @@ async def nan_for_odd(args, sample, **kwargs):
 def test_rewards_that_are_not_finite_are_removed(make_args, server):
     args = make_args(custom_rm_path=f"{__name__}.nan_for_odd")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert all([s.remove_sample for s in g] == [False, True] for g in output.samples)
+    assert [[s.remove_sample for s in g] for g in output.samples] == [[False, True]] * 4
 
 
 async def dict_reward(args, sample, **kwargs):
@@ -525,7 +525,7 @@ def test_dict_rewards_need_their_key_at_once(make_args, server):
             generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     args = make_args(custom_rm_path=f"{__name__}.dict_reward", reward_key="other")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert all(s.remove_sample for g in output.samples for s in g)
+    assert [[s.remove_sample for s in g] for g in output.samples] == [[True, True]] * 4
     args = make_args(custom_rm_path=f"{__name__}.dict_reward", custom_reward_post_process_path="my.fn")
     assert len(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == 4
 
@@ -567,7 +567,7 @@ async def group_rank(args, samples, **kwargs):
 def test_group_rewards(make_args, server):
     args = make_args(custom_rm_path=f"{__name__}.group_rank", group_rm=True, reward_key="score")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert all([s.get_reward_value(args) for s in g] == [0.0, 1.0] for g in output.samples)
+    assert [[s.get_reward_value(args) for s in g] for g in output.samples] == [[0.0, 1.0]] * 4
 
 
 async def fan_out(args, sample, sampling_params, evaluation=False):
