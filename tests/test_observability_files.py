@@ -122,6 +122,15 @@ def test_samples_as_jsonl(tmp_path):
         read_samples(tmp_path, 8)
 
 
+def test_samples_with_any_character_are_read_again_and_a_torn_line_is_named(tmp_path, capsys):
+    odd = "a\u2028b\x85c\x0bd \U0001f600"
+    path = write_samples(tmp_path, 0, [sample(0, 0, 1.0, metadata={"odd": odd, "half": "\ud800"}), sample(1, 0, 0.0)])
+    assert [row["metadata"] for row in read_samples(tmp_path, 0)] == [{"odd": odd, "half": "\ud800"}, {}]
+    path.write_bytes(path.read_bytes()[:-40])
+    assert view.main([str(tmp_path)]) == 2
+    assert "step_000000.jsonl:2: this line is no sample" in capsys.readouterr().err
+
+
 def test_sample_dump_round_trip(tmp_path):
     samples = [sample(0, 0, 1.0, train_metadata={"x": np.arange(3)}), sample(1, 0, {"a": 1.0})]
     samples[1].mine = "kept"

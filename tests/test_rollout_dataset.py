@@ -163,8 +163,37 @@ def test_prompt_files_are_looked_at_before_anything_starts(tmp_path, flag, name,
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "label": None}, "d.jsonl:1: reward exact needs a label, and this row has none"),
+        ({"prompt": "a"}, "needs a label"),
+        ({"prompt": "a", "label": "b", "metadata": {"rm_type": "nope"}}, "\"rm_type\" 'nope' is unknown"),
+        ({"prompt": "\ud800", "label": "b"}, "holds half of a surrogate pair"),
+    ],
+)
+def test_rows_that_could_not_be_graded_or_tokenised_are_named_before_anything_starts(tmp_path, row, message):
+    path = write_jsonl(tmp_path / "d.jsonl", [row])
+    with pytest.raises(ConfigError, match=message):
+        check_prompt_files(Args(prompt_data=path, rm_type="exact"))
+
+
+def test_a_metadata_column_that_was_asked_for_must_be_there(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "label": "b"}])
+    with pytest.raises(ConfigError, match="no key 'extra' .--metadata-key"):
+        check_prompt_files(Args(prompt_data=path, rm_type="exact", metadata_key="extra"))
+
+
+def test_brackets_a_thousand_deep_are_a_bad_line(tmp_path):
+    (tmp_path / "d.jsonl").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="d.jsonl:1: this line is no JSON"):
+        check_prompt_files(Args(prompt_data=str(tmp_path / "d.jsonl"), rm_type="exact"))
+
+
 def test_good_prompt_files_and_those_of_own_data_sources_pass_the_look(tmp_path):
-    check_prompt_files(Args(prompt_data=write_jsonl(tmp_path / "d.jsonl", ROWS), apply_chat_template=True))
+    check_prompt_files(
+        Args(prompt_data=write_jsonl(tmp_path / "d.jsonl", ROWS), apply_chat_template=True, rm_type="exact")
+    )
     check_prompt_files(Args(prompt_data="s3://prompts", data_source_path="mine.Source"))
     check_prompt_files(Args(prompt_data=None))
 

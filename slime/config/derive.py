@@ -21,6 +21,10 @@ def resolve_device(device: str) -> str:
     return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() else "cpu"
 
 
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))  # no shell expands ~ in a YAML file
+
+
 def derive(args: Args, hf: HFConfig | None) -> Args:
     """All derived flags of `args`; `hf` is None only where no model is needed."""
     device = resolve_device(args.device)
@@ -80,7 +84,7 @@ def derive(args: Args, hf: HFConfig | None) -> Args:
         # Ray's workers may run in another folder.
         value = out.get(name, getattr(args, name))
         if value is not None:
-            out[name] = os.path.abspath(value)
+            out[name] = _absolute(value)
     if args.eval_prompt_data:
-        out["eval_prompt_data"] = [os.path.abspath(v) if i % 2 else v for i, v in enumerate(args.eval_prompt_data)]
+        out["eval_prompt_data"] = [_absolute(v) if i % 2 else v for i, v in enumerate(args.eval_prompt_data)]
     return args.replace(**out)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.errors import ConfigError
+from slime.config.validate import BUILT_IN_REWARDS
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_LABEL_KEY = "label"  # the flag's default: a file may do without this one, not without one asked for
 DEFAULT_METADATA_KEY = "metadata"  # the same
 TOKENIZE_AT_ONCE = 1024
+_GENERATES = "slime.rollout.sglang_rollout.generate_rollout"
 _CHECKED = 1000  # rows that are looked at before a run starts
 
 
@@ -127,7 +129,9 @@ def check_prompt_files(args: Any) -> None:
         if spec is None or not str(reader).startswith("slime."):
             continue
         try:
-            _, samples = _read_samples(spec, args.replace(apply_chat_template=False), None, _CHECKED)
+            places, samples = _read_samples(spec, args.replace(apply_chat_template=False), None, _CHECKED)
+            if function == _GENERATES and args.loss_type == "policy_loss":
+                _check_gradable(places, samples, args)
             if not args.apply_chat_template:
                 check_rendered(spec, samples, args, function)
         except (ValueError, OSError) as error:
@@ -136,10 +140,24 @@ def check_prompt_files(args: Any) -> None:
         raise ConfigError("\n".join(faults))
 
 
+def _check_gradable(places: Sequence[str], samples: Sequence[Sample], args: Any) -> None:
+    """Raises ValueError for a row that its built-in reward cannot grade: of an unknown type, or without a label."""
+    if args.custom_rm_path or args.custom_generate_function_path:
+        return
+    for place, sample in zip(places, samples, strict=True):
+        name = sample.metadata.get("rm_type") or args.rm_type or ""
+        kind = str(name).strip().removeprefix("boxed_")
+        if not kind:
+            continue
+        if kind not in BUILT_IN_REWARDS:
+            raise ValueError(f'{place}: its "rm_type" {name!r} is unknown; built in are {", ".join(BUILT_IN_REWARDS)}')
+        if sample.label is None and kind not in ("remote_rm", "reasoning_gym", "random"):
+            raise ValueError(f"{place}: reward {kind} needs a label, and this row has none (--label-key)")
+
+
 def check_rendered(spec: str, samples: Sequence[Sample], args: Any, function: str) -> None:
     """Raises ValueError where prompts are chat messages, and `function` (a path) generates from text only."""
-    built_in = function == "slime.rollout.sglang_rollout.generate_rollout"
-    if built_in and args.custom_generate_function_path is None:
+    if function == _GENERATES and args.custom_generate_function_path is None:
         if any(not isinstance(sample.prompt, str) for sample in samples):
             raise ValueError(f"{spec}: prompts are chat messages: set --apply-chat-template")
 
@@ -167,7 +185,7 @@ def _read_jsonl(path: Path, start: int | None, stop: int | None) -> Iterator[tup
             place = f"{path}:{number}"
             try:
                 row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # covers bad UTF-8 and bad JSON
+            except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, brackets a thousand deep
                 raise ValueError(f"{place}: this line is no JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}")
@@ -216,6 +234,8 @@ def _to_sample(place: str, row: dict[str, Any], args: Any, label_key: str | None
         raise ValueError(
             f"{place}: {args.input_key!r} must be text or a list of chat messages, both not empty; found {prompt!r:.80}"
         )
+    if isinstance(prompt, str) and not _is_unicode(prompt):
+        raise ValueError(f"{place}: {args.input_key!r} holds half of a surrogate pair, which is no text")
     metadata = _parsed(place, args.metadata_key, row.get(args.metadata_key))
     if not isinstance(metadata, dict | None):
         raise ValueError(f"{place}: {args.metadata_key!r} must be an object, found {type(metadata).__name__}")
@@ -228,6 +248,14 @@ def _to_sample(place: str, row: dict[str, Any], args: Any, label_key: str | None
     if args.apply_chat_template:
         prompt = _render(place, prompt, tools, args.apply_chat_template_kwargs, tokenizer)
     return Sample(prompt=prompt, label=row[label_key] if label_key else None, metadata=metadata)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parsed(place: str, key: str, value: Any) -> Any:

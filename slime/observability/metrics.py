@@ -74,7 +74,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """(step, line) of the whole lines; a last line that a crash tore is passed over."""
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             yield json.loads(line)["step"], line
         except (ValueError, KeyError, TypeError):

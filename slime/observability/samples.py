@@ -20,7 +20,7 @@ def write_samples(run_dir: str | Path, rollout_id: int, samples: Sequence[Sample
     path = samples_path(run_dir, rollout_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(_finite(sample_row(s)), ensure_ascii=False, default=str) for s in samples)
-    _write_whole(path, "".join(line + "\n" for line in lines).encode())
+    _write_whole(path, "".join(line + "\n" for line in lines).encode(errors="backslashreplace"))
     return path
 
 
@@ -49,7 +49,14 @@ def read_samples(run_dir: str | Path, rollout_id: int) -> list[dict[str, Any]]:
         steps = sample_steps(run_dir)
         have = f"steps {steps[0]} to {steps[-1]} are" if steps else "none is"
         raise FileNotFoundError(f"no samples of step {rollout_id} in {path.parent}: {have} there (--save-samples)")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    rows = []
+    with open(path, "rb") as file:  # a response may hold U+2028, which str.splitlines takes for a line's end
+        for number, line in enumerate(file, 1):
+            try:
+                rows.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: this line is no sample: {error}") from None
+    return rows
 
 
 def sample_steps(run_dir: str | Path) -> list[int]:

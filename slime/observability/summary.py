@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         steps = read_metrics(options.run)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         print(f"summary: {error}", file=sys.stderr)
         return 2
     out = summarize(steps, options.wall_s)

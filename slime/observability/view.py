@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = sample_steps(options.run)
         step = options.step if options.step is not None else (steps[-1] if steps else 0)
         rows = read_samples(options.run, step)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         print(f"view: {error}", file=sys.stderr)
         return 2
     console = Console()
