@@ -246,7 +246,7 @@ def test_layouts_round_at_the_same_places(folder, alone, layout):
     found, metrics = passes(world, args_of(folder, rounding_profile="sglang", **changes), [SUBSETS[0], ALL])
     for ours, of_one in zip(found, (alone[0][0], alone[0][-1]), strict=True):
         # Tensor and context parallelism add up in another order, before a rounding; pipeline stages change nothing.
-        assert distance(ours, of_one) <= (1e-5 if layout == "pp2" else 0.1)
+        assert distance(ours, of_one) <= (1e-5 if layout == "pp2" else 0.15)
     assert distance(found[0], found[1]) > 1e-3
     assert metrics["train/grad_norm"] == pytest.approx(alone[1]["train/grad_norm"], rel=2e-2)
 
