@@ -292,3 +292,10 @@ def test_an_fp8_folder_becomes_a_bfloat16_model(tmp_path, capsys):
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")[name], (tensors[name].float() / 2).bfloat16())
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_counts_are_from_1_on(capsys):
+    for flag in ("--tensor-model-parallel-size", "--processes"):
+        with pytest.raises(SystemExit):
+            convert_hf.main(["--to", "megatron", "--input", "x", flag, "0"])
+        assert f"{flag}" in (error := capsys.readouterr().err) and "'0' is no number from 1 on" in error

@@ -16,6 +16,12 @@ import sys
 from pathlib import Path
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--to", choices=["megatron", "hf"], required=True, help="what to make")
@@ -29,13 +35,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("pipeline-model", "pp", "pipeline stages"),
         ("expert-model", "ep", "expert parallel ranks"),
     ):
-        p.add_argument(f"--{flag}-parallel-size", f"--{short}", type=int, default=1, dest=short, help=help_text)
-    p.add_argument("--expert-tensor-parallel-size", "--etp", type=int, dest="etp", help="unset: as --tp")
-    p.add_argument("--make-vocab-size-divisible-by", type=int, default=1, help="as in training")
+        p.add_argument(f"--{flag}-parallel-size", f"--{short}", type=_count, default=1, dest=short, help=help_text)
+    p.add_argument("--expert-tensor-parallel-size", "--etp", type=_count, dest="etp", help="unset: as --tp")
+    p.add_argument("--make-vocab-size-divisible-by", type=_count, default=1, help="as in training")
     p.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="of the output; unset: as the input has it"
     )
-    p.add_argument("--processes", type=int, help="that share the work; unset: as many as there are cores, up to 8")
+    p.add_argument("--processes", type=_count, help="that share the work; unset: as many as there are cores, up to 8")
     p.add_argument(
         "--verify", action="store_true",
         help="read the output back, compare every tensor byte by byte, and logits with transformers'",
