@@ -48,7 +48,6 @@ ROLLOUT=(
     --sglang-mem-fraction-static 0.7
 )
 TRAIN=(
-    --num-steps-per-rollout 1
     --max-tokens-per-gpu 9216
     --advantage-estimator grpo
     --eps-clip 0.2 --eps-clip-high 0.28
