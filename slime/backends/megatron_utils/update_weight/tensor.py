@@ -84,23 +84,29 @@ class TensorSender:
         if self._stage == stage:
             batch_bytes = max(1, self._args.update_weight_buffer_size // self._ranks.tp)
             batches = iter_hf_batches(self._model, self._hf, self._args, batch_bytes=batch_bytes)
-        while (bucket := self._share(next(batches, None), source, sent)) is not None:
-            # The version goes with every bucket: nobody generates before the last one is there.
-            hand_over = functools.partial(self._hand_over, bucket, str(version))
-            together(self._control, hand_over, "handing a bucket to the engines")
+        more = True
+        while more:
+            gather = functools.partial(_gather, batches, sent) if self._stage == stage else None
+            found = together(self._control, gather, f"gathering weights of pipeline stage {stage}")
+            more, bucket = self._share(found, source)
+            if bucket is not None:
+                # The version goes with every bucket: nobody generates before the last one is there.
+                hand_over = functools.partial(self._hand_over, bucket, str(version))
+                together(self._control, hand_over, "handing a bucket to the engines")
 
-    def _share(self, batch: list[tuple[str, Pieces | Stack]] | None, source: int, sent: Sent) -> Bucket | None:
-        """The source's batch on every rank; None when it has no more."""
-        bucket = next(make_buckets(batch, 1 << 62, written=sent.add), None) if batch else None
-        meta: list[Any] = [(bucket.names, bucket.dtypes, bucket.shapes) if bucket else None]
+    def _share(self, found: tuple[bool, Bucket | None] | None, source: int) -> tuple[bool, Bucket | None]:
+        """What `_gather` found on the source, on every rank."""
+        more, bucket = found if found is not None and dist.get_rank() == source else (False, None)
+        meta: list[Any] = [(more, (bucket.names, bucket.dtypes, bucket.shapes) if bucket else None)]
         dist.broadcast_object_list(meta, src=source, group=self._control)
-        if meta[0] is None:
-            return None
+        more, parts = meta[0]
+        if parts is None:
+            return more, None
         if bucket is None:
-            names, dtypes, shapes = meta[0]
+            names, dtypes, shapes = parts
             bucket = empty_bucket(names, dtypes, shapes, device.current_device())
         dist.broadcast(bucket.data, src=source)
-        return bucket
+        return more, bucket
 
     def _hand_over(self, bucket: Bucket, version: str) -> None:
         if self._group is None:
@@ -114,6 +120,13 @@ class TensorSender:
             self._client.update_weights_from_tensor(
                 payloads, weight_version=version, timeout=self._args.update_weight_timeout
             )
+
+
+def _gather(batches: Iterator[list[tuple[str, Pieces | Stack]]], sent: Sent) -> tuple[bool, Bucket | None]:
+    """(whether a batch came, the batch in one bucket). A batch is empty where another rank is the source, and where it
+    holds only experts of a tensor whose others come later."""
+    batch = next(batches, None)
+    return batch is not None, next(make_buckets(batch, 1 << 62, written=sent.add)) if batch else None
 
 
 class _Handle:
