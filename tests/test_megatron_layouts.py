@@ -57,6 +57,8 @@ def test_the_run_trains_and_reports(reference, model):
     assert metrics["train/steps"] == 2 and metrics["train/grad_norm"] > 0 and metrics["train/lr"] == 1e-3
     assert metrics["train/empty_step"] == metrics["train/nonfinite_step"] == 0.0
     assert metrics["train/logprob_gap_max"] > metrics["train/logprob_gap_mean"] > 0
+    assert metrics["train/advantages_min"] < metrics["train/advantages_mean"] < metrics["train/advantages_max"]
+    assert 0 < metrics["train/advantages_std"] < metrics["train/advantages_max"] - metrics["train/advantages_min"]
     assert metrics["perf/train_tokens"] == sum(rollout()["total_lengths"])
     assert {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/train_time"} <= metrics.keys()
     assert all(np.isfinite(tensor).all() for tensor in weights.values())

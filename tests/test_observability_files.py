@@ -179,6 +179,10 @@ def test_rollout_metrics():
     assert out["rollout/response_len_mean"] == 3 and out["rollout/truncated"] == pytest.approx(1 / 7)
     assert (out["rollout/weight_version_min"], out["rollout/weight_version_max"]) == (4, 5)
     assert out["rollout/mixed_version_samples"] == pytest.approx(1 / 7)
+    assert not any("staleness" in name for name in out)
+    samples[2].weight_versions = [{"version": "5", "start": 0, "end": 3}]
+    old = {name: n for name, n in rollout_metrics(Args(), samples, version=6).items() if "staleness" in name}
+    assert old == {"rollout/staleness/1": 4.0, "rollout/staleness/2": 1.0}
 
 
 def test_rollout_metrics_without_rewards_or_samples():

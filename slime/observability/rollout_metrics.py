@@ -8,13 +8,14 @@ from typing import Any
 from slime.utils.types import Sample
 
 
-def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+def rollout_metrics(args: Any, samples: Sequence[Sample], version: int | None = None) -> dict[str, float]:
     """Metrics `rollout/...` of the samples of a step.
 
     raw_reward: mean over the samples with a finite reward (absent where no sample has a reward, as in fine-tuning);
     raw_reward/<source>: the same per metadata["source"]. response_len_*: tokens, masked ones included.
     truncated: share of samples cut at the length limit. zero_std_groups of groups: prompts whose rewards are all
-    equal, groups of one included, which teach nothing.
+    equal, groups of one included, which teach nothing. version: the trainer's when the rollout began; with it,
+    staleness/<n>: response tokens that weights n versions older than it generated.
     """
     if not samples:
         return {"rollout/samples": 0.0}
@@ -28,7 +29,7 @@ def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/removed_samples": float(sum(s.remove_sample for s in samples)),
         "rollout/trained_tokens": float(sum(0 if s.remove_sample else s.effective_response_length for s in samples)),
     }
-    return out | _reward_metrics(args, samples) | _version_metrics(samples)
+    return out | _reward_metrics(args, samples) | _version_metrics(samples) | _staleness(samples, version)
 
 
 def eval_metrics(args: Any, output: Any) -> dict[str, float]:
@@ -89,6 +90,14 @@ def _version_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/weight_version_max": float(max(numbers)),
         "rollout/mixed_version_samples": _mean([len(seen) > 1 for seen in versions]),
     }
+
+
+def _staleness(samples: Sequence[Sample], version: int | None) -> dict[str, float]:
+    tokens: dict[int, int] = defaultdict(int)
+    for span in (span for s in samples for span in s.weight_versions if isinstance(span, dict)):
+        if version is not None and str(span["version"]).isdigit():
+            tokens[version - int(span["version"])] += span["end"] - span["start"]
+    return {f"rollout/staleness/{age}": float(tokens[age]) for age in sorted(tokens)}
 
 
 def _mean(values: Iterable[float]) -> float:

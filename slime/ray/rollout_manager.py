@@ -205,7 +205,7 @@ class _RolloutManager:
         log = load_hook(self._args, "custom_rollout_log_function_path")
         if log is not None and log(rollout_id, self._args, samples, metrics, seconds):
             return {}
-        return rollout_metrics(self._args, samples)
+        return rollout_metrics(self._args, samples, version=rollout_id)  # of the sync before this rollout
 
     def _save_debug(self, rollout_id: int, samples: list[Any]) -> None:
         if self._args.save_debug_rollout_data:

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.cp_utils import context_parallel
 from slime.backends.megatron_utils.cpu_products import fast_products
 from slime.backends.megatron_utils.freeze import Freezer
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
-from slime.backends.megatron_utils.metrics import Timers, gap_metrics, mean_over_steps
+from slime.backends.megatron_utils.metrics import Timers, advantage_metrics, gap_metrics, mean_over_steps
 from slime.backends.megatron_utils.model import (
     biased_routers,
     build_model,
@@ -220,7 +220,7 @@ class MegatronTrainActor:
         with now.timers("train_time"), self._on_device("optimizer", "grads"):
             metrics = self._steps(rollout_id, now.rank_data.steps, now.columns, now.plans)
         if self.ranks.is_last_stage:
-            metrics |= gap_metrics(now.columns)
+            metrics |= gap_metrics(now.columns) | advantage_metrics(now.columns)
         if self._probe:
             metrics, self._probe = metrics | self._probe, {}
         return metrics | self._perf(now.timers, now.columns)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +39,29 @@ def mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
     if results:
         out["train/lr"] = results[-1]["train/lr"]
     return out
+
+
+def advantage_metrics(columns: dict[str, Any]) -> dict[str, float]:
+    """Mean, standard deviation, least and largest of the advantages of all ranks' trained tokens,
+    `train/advantages_...`. Collective over data-parallel ranks. Empty where there are none."""
+    if "advantages" not in columns:
+        return {}
+    pairs = zip(columns["advantages"], columns["loss_masks"], strict=True)
+    mine = [a.double()[mask.to(a.device) > 0].cpu() for a, mask in pairs]
+    values = torch.cat(mine) if mine else torch.zeros(0, dtype=torch.float64)
+    count = train_step.sum_over_data_ranks(float(values.numel()))
+    largest = train_step.max_over_data_ranks(float(values.max()) if len(values) else -math.inf)
+    least = -train_step.max_over_data_ranks(float((-values).max()) if len(values) else -math.inf)
+    mean = train_step.sum_over_data_ranks(float(values.sum())) / max(count, 1.0)
+    square = train_step.sum_over_data_ranks(float((values - mean).square().sum())) / max(count, 1.0)
+    if not count:
+        return {}
+    return {
+        "train/advantages_mean": mean,
+        "train/advantages_std": math.sqrt(square),
+        "train/advantages_min": least,
+        "train/advantages_max": largest,
+    }
 
 
 def gap_metrics(columns: dict[str, Any]) -> dict[str, float]:
