@@ -46,7 +46,8 @@ def main() -> None:
     parser.add_argument("--hf-checkpoint", required=True)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--buffer-mb", type=int, default=512, help="size of a bucket in MiB")
+    default = Args().update_weight_buffer_size // 1024**2
+    parser.add_argument("--buffer-mb", type=int, default=default, help="size of a bucket in MiB")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as logs:
         args = Args(

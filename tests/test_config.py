@@ -9,7 +9,8 @@ from slime.config import Args, ConfigError, foreign, load_args, make_layout
 from slime.config.hf_config import load_hf_config, parse_hf_config
 from slime.config.hooks import check_hooks
 from slime.config.parse import build_parser, parse_args
-from slime.config.validate import BUILT_IN_REWARDS, check_limits
+from slime.config.rewards import BUILT_IN_REWARDS
+from slime.config.validate import check_limits
 from slime.utils.resume import check_start
 
 SFT = ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]

@@ -10,6 +10,10 @@ from slime.config.algorithm import AlgorithmArgs
 from slime.config.architecture import ArchitectureArgs
 from slime.config.fields import arg, group, json_object
 
+# Our own functions for --rollout-function-path: samples from engines, and rows for --loss-type sft_loss.
+GENERATE = "slime.rollout.sglang_rollout.generate_rollout"
+FINE_TUNE = "slime.rollout.sft_rollout.generate_rollout"
+
 
 @group("files of flags")
 class FileArgs:
@@ -168,7 +172,7 @@ class DataArgs:
 @group("rollout")
 class RolloutArgs:
     rollout_function_path: str = arg(
-        "slime.rollout.sglang_rollout.generate_rollout",
+        GENERATE,
         "function that makes the samples of one step",
         hook="args, rollout_id, data_source, evaluation=False",
     )

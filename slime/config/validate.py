@@ -17,13 +17,12 @@ from slime.config.engine_options import (
 )
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of, limit_fault
+from slime.config.groups import FINE_TUNE, GENERATE
 from slime.config.hf_config import HFConfig
 from slime.config.layout import cut_faults
 from slime.config.no_effect import flags_without_effect
+from slime.config.rewards import BUILT_IN_REWARDS
 from slime.config.rounding import rounding_problems
-
-# What --rm-type may name; tests/test_config.py holds it to slime.rollout.rm_hub.RM_TYPES.
-BUILT_IN_REWARDS = ("math", "exact", "f1", "reasoning_gym", "remote_rm", "deepscaler", "dapo", "random")
 
 
 def check_limits(args: Args) -> None:
@@ -218,7 +217,7 @@ def _algorithm(args: Args) -> Iterator[str]:
     if args.tis_veto is not None and not 0 < args.tis_veto < 1:
         yield f"--tis-veto {args.tis_veto} must be in (0, 1): it is a ratio that no sound token falls below"
     for name in ("use_tis", "use_rollout_logprobs", "custom_tis_function_path"):
-        if getattr(args, name) and args.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout":
+        if getattr(args, name) and args.rollout_function_path == FINE_TUNE:
             flag = name.replace("_", "-")
             yield f"--{flag} needs the engine's log-probs, which the rollout function of fine-tuning does not have"
     one_step = args.global_batch_size >= args.rollout_batch_size * args.n_samples_per_prompt
@@ -319,13 +318,13 @@ def _rollout(args: Args) -> Iterator[str]:
         and args.over_sampling_batch_size == args.rollout_batch_size
     ):
         yield "--partial-rollout has no effect without --over-sampling-batch-size above --rollout-batch-size"
-    sft = args.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout"
-    generates = args.rollout_function_path == "slime.rollout.sglang_rollout.generate_rollout"
+    sft = args.rollout_function_path == FINE_TUNE
+    generates = args.rollout_function_path == GENERATE
     if args.loss_type == "sft_loss" and generates and not args.load_debug_rollout_data:
-        yield "--loss-type sft_loss starts no engine: give --rollout-function-path slime.rollout.sft_rollout.generate_rollout"
+        yield f"--loss-type sft_loss starts no engine: give --rollout-function-path {FINE_TUNE}"
     if args.loss_type == "policy_loss" and sft and args.advantage_estimator != "on_policy_distillation":
         yield f"--rollout-function-path {args.rollout_function_path} is for --loss-type sft_loss: its samples have no reward"
-    if args.eval_interval and args.eval_function_path == "slime.rollout.sft_rollout.generate_rollout":
+    if args.eval_interval and args.eval_function_path == FINE_TUNE:
         yield "--eval-interval: fine-tuning has no engine to evaluate with; give --eval-function-path, or leave it out"
     if args.sglang_router_ip and not args.sglang_router_port:
         yield "--sglang-router-ip needs --sglang-router-port"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.errors import ConfigError
-from slime.config.validate import BUILT_IN_REWARDS
+from slime.config.groups import GENERATE
+from slime.config.rewards import BUILT_IN_REWARDS, WITHOUT_LABEL
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_LABEL_KEY = "label"  # the flag's default: a file may do without this one, not without one asked for
 DEFAULT_METADATA_KEY = "metadata"  # the same
 TOKENIZE_AT_ONCE = 1024
-_GENERATES = "slime.rollout.sglang_rollout.generate_rollout"
 _CHECKED = 1000  # rows that are looked at before a run starts
 
 
@@ -130,7 +130,7 @@ def check_prompt_files(args: Any) -> None:
             continue
         try:
             places, samples = _read_samples(spec, args.replace(apply_chat_template=False), None, _CHECKED)
-            if function == _GENERATES and args.loss_type == "policy_loss":
+            if function == GENERATE and args.loss_type == "policy_loss":
                 _check_gradable(places, samples, args)
             if not args.apply_chat_template:
                 check_rendered(spec, samples, args, function)
@@ -151,13 +151,13 @@ def _check_gradable(places: Sequence[str], samples: Sequence[Sample], args: Any)
             continue
         if kind not in BUILT_IN_REWARDS:
             raise ValueError(f'{place}: its "rm_type" {name!r} is unknown; built in are {", ".join(BUILT_IN_REWARDS)}')
-        if sample.label is None and kind not in ("remote_rm", "reasoning_gym", "random"):
+        if sample.label is None and kind not in WITHOUT_LABEL:
             raise ValueError(f"{place}: reward {kind} needs a label, and this row has none (--label-key)")
 
 
 def check_rendered(spec: str, samples: Sequence[Sample], args: Any, function: str) -> None:
     """Raises ValueError where prompts are chat messages, and `function` (a path) generates from text only."""
-    if function == _GENERATES and args.custom_generate_function_path is None:
+    if function == GENERATE and args.custom_generate_function_path is None:
         if any(not isinstance(sample.prompt, str) for sample in samples):
             raise ValueError(f"{spec}: prompts are chat messages: set --apply-chat-template")
 
