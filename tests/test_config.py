@@ -6,7 +6,6 @@ import pickle
 import pytest
 
 from slime.config import Args, ConfigError, foreign, load_args, make_layout
-from slime.config.hf_config import load_hf_config, parse_hf_config
 from slime.config.hooks import check_hooks
 from slime.config.parse import build_parser, parse_args
 from slime.config.rewards import BUILT_IN_REWARDS
@@ -182,6 +181,18 @@ def test_layout_of_a_critic(base):
         (["--kl-loss-coef", "0.1"], "no effect without --use-kl-loss"),
         (["--kl-coef", "0.1"], "no effect with --advantage-estimator grpo"),
         (["--eps-clip-c", "0.9"], "must be above 1"),
+        (["--eps-clip-c", "3", "--advantage-estimator", "cispo"], "no effect with --advantage-estimator cispo"),
+        ([*OPD, "--opd-teacher-load", ".", "--distill-topk", "4", "--eps-clip-c", "3"], "no importance ratio"),
+        (
+            ["--disable-grpo-std-normalization", "--advantage-estimator", "rloo"],
+            "without .* grpo, gspo, cispo",
+        ),
+        (["--disable-grpo-std-normalization", "--disable-rewards-normalization"], "not with --disable-rewards"),
+        (["--transformer-impl", "transformer_engine"], "runs on CUDA only"),
+        (
+            ["--rollout-stop-token-ids", "96", "97", "-1"],
+            "ids 97 -1: no token .* vocabulary is 0 to 96",
+        ),
         (["--n-samples-per-prompt", "1"], "every advantage is 0"),
         (["--loss-type", "custom_loss"], "needs --custom-loss-path"),
         (["--rm-type", "remote_rm"], "needs --rm-url"),
@@ -292,8 +303,17 @@ def test_numbers_outside_of_their_limits_are_refused_before_anything_is_derived_
         (["--rollout-stop", ""], "each would end at once"),
         (["--rollout-max-prompt-len", "128"], "leaves no room for a response in a context of 128"),
         (["--save", ""], "--save is empty"),
-        (["--sglang-mem-fraction-static"], "--mem-fraction-static needs a value"),
-        (["--sglang-enable-metrics", "maybe"], "is on or off"),
+        (["--sglang-mem-fraction-static"], "--sglang-mem-fraction-static needs a value"),
+        (["--sglang-mem-fraction-static", "80%"], "--sglang-mem-fraction-static 80%: it must be a number"),
+        (["--sglang-max-running-requests", "0.5"], "it must be a whole number"),
+        (["--sglang-max-running-requests", "1", "2"], "takes one value, not 1 2"),
+        (["--sglang-schedule-policy", "lifo"], "--sglang-schedule-policy lifo: it must be one of lpm, random, fcfs"),
+        (["--router-policy", "best"], "--router-policy best: it must be one of random, round_robin"),
+        (["--sglang-enable-metrics", "maybe"], "--sglang-enable-metrics is on or off"),
+        (
+            [*SFT, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--entropy-coef", "0.1"],
+            "--entropy-coef has no effect without --loss-type policy_loss",
+        ),
         (["--apply-chat-template-kwargs", "[1]"], "is no JSON object"),
         (["--update-weight-mode", "tensor"], "it needs --colocate"),
     ],
@@ -340,30 +360,3 @@ def test_megatrons_size_flags_are_taken_where_they_agree(base):
     sizes = ["--num-layers", "4", "--rotary-base", "12345", "--swiglu", "--normalization", "RMSNorm"]
     more = ["--num-attention-heads", "6", "--attention-dropout", "0.0", "--optimizer", "adam", "--qk-layernorm"]
     assert load_args([*base, *sizes, *more]).num_layers == 4
-
-
-def test_hf_config_of_old_and_new_files():
-    assert parse_hf_config(TINY).rope_theta == 12345.0 and parse_hf_config(TINY).qk_norm
-    old = {**TINY, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
-    del old["rope_parameters"]
-    config = parse_hf_config(old)
-    assert config.rope_theta == 5e5 and config.rope_scaling["factor"] == 8.0 and not config.qk_norm
-    assert parse_hf_config({**TINY, "model_type": "qwen2", "sliding_window": 64}).sliding_window is None
-    with pytest.raises(ConfigError, match="'hidden_size' is missing"):
-        parse_hf_config({"model_type": "llama", "num_attention_heads": 2})
-
-
-def test_model_folder_without_config(tmp_path):
-    with pytest.raises(ConfigError, match="there is no config.json in it"):
-        load_hf_config(tmp_path)
-    for text, message in (
-        (b"\xff", "cannot be read as JSON"),
-        (b"[1]", "it holds a list"),
-        (
-            json.dumps({**TINY, "num_hidden_layers": "4"}).encode(),
-            "num_hidden_layers is '4'; it must be a whole number",
-        ),
-    ):
-        (tmp_path / "config.json").write_bytes(text)
-        with pytest.raises(ConfigError, match=message):
-            load_hf_config(tmp_path)

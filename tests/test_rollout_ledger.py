@@ -86,6 +86,14 @@ def test_a_crash_loses_and_doubles_nothing(make, tmp_path, capsys):
     assert "it has samples 0 to" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ["[1]", "7", '{"event": "gone"}', '{"event": "trained", "step": 1}'])
+def test_a_line_that_is_no_record_is_named(tmp_path, capsys, line):
+    (tmp_path / FILE).write_text('{"event": "taken", "step": 0, "group": 1}\n' + line + "\n")
+    assert slime_main(["explain", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("explain: ") and "ledger.jsonl, line 2: " in error and error.count("\n") == 1
+
+
 def test_in_flight_groups_survive(make):
     source = start(make())
     groups = source.get_samples(3)

@@ -188,6 +188,8 @@ def test_bad_weights_are_one_clear_message(tmp_path, capsys, damage, words):
         (["--to", "megatron", "--input", "{tmp}/none", "--output", "{tmp}/o"], "no such folder"),
         (["--to", "megatron", "--input", "{m}", "--output", "{m}"], "is not empty"),
         (["--to", "megatron", "--input", "{m}", "--dry-run", "--tp", "3"], "do not divide into 3 equal parts"),
+        (["--to", "megatron", "--input", "{m}", "--dry-run", "--pp", "2"], "2 does not divide the model's 1 layers"),
+        (["--to", "megatron", "--input", "{m}", "--dry-run", "--ep", "2"], "the model has no experts"),
         (["--to", "hf", "--input", "{m}", "--hf-checkpoint", "{tmp}/none", "--output", "{tmp}/o"], "no such folder"),
         (["--to", "hf", "--input", "{m}", "--hf-checkpoint", "{m}", "--output", "{tmp}/o"], "no Megatron checkpoint"),
     ],
@@ -208,12 +210,18 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):
     assert "the checkpoint and config.json of --hf-checkpoint disagree" in error
     assert "linear_qkv.bias [3, 96]: missing" in error and "output_layer.weight [331, 72]: not a parameter" in error
     assert "config.json gives [3, 72, 104], the checkpoint has [2, 72, 104]" in error
+    change_config(folder, rms_norm_eps=0.5)
+    assert tool("--to", "hf", "--input", tmp_path / "ck", "--hf-checkpoint", folder, "--output", tmp_path / "o") == 2
+    assert "another model than --hf-checkpoint: rms_norm_eps" in capsys.readouterr().err
 
 
 def test_hf_output_needs_a_config(capsys):
     with pytest.raises(SystemExit):
         convert_hf.main(["--to", "hf", "--input", "x", "--output", "y"])
     assert "--hf-checkpoint" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        convert_hf.main(["--to", "hf", "--input", "x", "--output", "y", "--hf-checkpoint", "z", "--tp", "2"])
+    assert "--tp: no effect with --to hf" in capsys.readouterr().err
 
 
 # -- quantised input --------------------------------------------------------------------------------------------------

@@ -52,6 +52,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         p.error("--output is needed")
     if options.to == "hf" and not options.hf_checkpoint:
         p.error("--to hf needs --hf-checkpoint: a checkpoint has no config.json and no tokenizer")
+    if options.to == "megatron" and options.hf_checkpoint:
+        p.error("--hf-checkpoint has no effect with --to megatron: config and tokenizer are those of --input")
+    if options.to == "hf":
+        given = [f"--{d}" for d in ("tp", "pp", "ep", "etp") if getattr(options, d) not in (None, 1)]
+        if options.make_vocab_size_divisible_by != 1:
+            given.append("--make-vocab-size-divisible-by")
+        if given:
+            p.error(f"{', '.join(given)}: no effect with --to hf, whose files are not cut for a layout")
     return options
 
 

@@ -8,10 +8,9 @@ from slime.config.args import Args
 from slime.config.errors import ConfigError
 from slime.config.hf_config import HFConfig
 
-_PATHS = (
-    "hf_checkpoint", "ref_load", "load", "save", "save_hf", "critic_load", "opd_teacher_load", "run_dir", "prompt_data",
-    "save_debug_rollout_data", "load_debug_rollout_data",
-)  # fmt: skip
+# Flags that name what a user has or wants to keep, and that no other flag's output may replace.
+KEPT_PATHS = ("hf_checkpoint", "ref_load", "load", "save", "critic_load", "opd_teacher_load", "run_dir", "prompt_data")
+_PATHS = (*KEPT_PATHS, "save_hf", "save_debug_rollout_data", "load_debug_rollout_data")
 
 
 def resolve_device(device: str) -> str:

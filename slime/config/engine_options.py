@@ -18,11 +18,14 @@ from slime.config.fields import flag_of
 @dataclass(frozen=True)
 class Option:
     """flag: as on the command line. kind: value, switch (no value), toggle (`--x` / `--no-x`), list (several values).
-    field: the field that it sets; aliases of one option share it."""
+    field: the field that it sets; aliases of one option share it. number: int or float where each value must be one.
+    choices: the allowed values, as text; () where there are none, or where a plug-in of SGLang may add some."""
 
     flag: str
     kind: str
     field: str
+    number: type[int] | type[float] | None = None
+    choices: tuple[str, ...] = ()
 
 
 # What slime sets by itself, with the flag that a user should take instead.
@@ -78,12 +81,18 @@ def router_options() -> dict[str, Option] | None:
     return None if root is None else _argparse_options(_parse(root / "router_args.py"))
 
 
-def command_line(options: Mapping[str, Any], known: Mapping[str, Option] | None) -> list[str]:
-    """Options as command-line words. With `known` None (package absent) every name becomes `--name value`."""
+def command_line(options: Mapping[str, Any], known: Mapping[str, Option] | None, prefix: str = "--") -> list[str]:
+    """Options as command-line words. With `known` None (package absent) every name becomes `--name value`.
+
+    Raises ConfigError for a value that the option cannot take; `prefix` ("--sglang-") names it in the message.
+    """
     words: list[str] = []
     for name, value in options.items():
         option = (known or {}).get(name) or Option(flag_of(name), "value", name)
-        words += _words(option, value)
+        try:
+            words += _words(option, value)
+        except ValueError as error:
+            raise ConfigError(f"{prefix}{name.replace('_', '-')} {error}") from None
     return words
 
 
@@ -110,18 +119,36 @@ def overlay(
 
 
 def _words(option: Option, value: Any) -> list[str]:
+    """Raises ValueError with the rest of a sentence that begins with the flag."""
     if option.kind in ("switch", "toggle"):
         text = str(value).lower()
         if value is None or text in ("true", "1", ""):
             return [option.flag]
         if text in ("false", "0"):
             return [option.flag.replace("--", "--no-", 1)] if option.kind == "toggle" else []
-        raise ConfigError(f"{option.flag} is on or off; it takes no value {value!r}")
+        raise ValueError(f"is on or off; it takes no value {value!r}")
     if value is None or value is True:  # as a flag without a value is parsed
-        raise ConfigError(f"{option.flag} needs a value")
+        raise ValueError("needs a value")
     if option.kind == "list":
-        return [option.flag, *(shlex.split(value) if isinstance(value, str) else map(str, value))]
-    return [option.flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+        words = shlex.split(value) if isinstance(value, str) else [str(v) for v in value]
+    elif isinstance(value, list):
+        raise ValueError(f"takes one value, not {' '.join(map(str, value))}")
+    else:
+        words = [json.dumps(value) if isinstance(value, dict) else str(value)]
+    for word in words:
+        _check_word(option, word)
+    return [option.flag, *words]
+
+
+def _check_word(option: Option, word: str) -> None:
+    if option.number is not None:
+        try:
+            option.number(word)
+        except ValueError:
+            kind = "a whole number" if option.number is int else "a number"
+            raise ValueError(f"{word}: it must be {kind}") from None
+    if option.choices and word not in option.choices:
+        raise ValueError(f"{word}: it must be one of {', '.join(option.choices)}")
 
 
 def _package_folder(package: str) -> Path | None:
@@ -159,12 +186,40 @@ def _annotated_fields(node: ast.ClassDef) -> Iterator[tuple[Option, set[str]]]:
             continue
         flag = _constant(keywords.get("cli_name")) or flag_of(name)
         aliases = [_constant(e) for e in getattr(keywords.get("aliases"), "elts", [])]
-        yield Option(flag, _kind(annotation, keywords), name), {name, *(_name_of(f) for f in (flag, *aliases))}
+        option = Option(flag, _kind(annotation, keywords), name, *_value_of(annotation, keywords))
+        yield option, {name, *(_name_of(f) for f in (flag, *aliases))}
+
+
+def _plain_type(annotation: ast.expr) -> str:
+    """An annotation's text without what says that it may be None."""
+    text = ast.unparse(annotation).replace(" | None", "")
+    return text[len("Optional[") : -1] if text.startswith("Optional[") else text
+
+
+def _value_of(
+    annotation: ast.expr, keywords: Mapping[str | None, ast.expr]
+) -> tuple[type[int] | type[float] | None, tuple[str, ...]]:
+    """(number, choices) of an option, as far as the source says them literally."""
+    if "type_parser" in keywords or "action" in keywords:
+        return None, ()  # whatever they make of the text
+    text = _plain_type(annotation)
+    choices = _literals(keywords.get("choices"))
+    if text.startswith("Literal["):
+        choices = choices or _literals(ast.parse(f"[{text[len('Literal[') : -1]}]", mode="eval").body)
+    element = text[len("List[") : -1] if text.lower().startswith("list[") else text
+    return {"int": int, "float": float}.get(element), choices
+
+
+def _literals(node: ast.expr | None) -> tuple[str, ...]:
+    """The constants of a list or tuple, as text; () for anything else."""
+    if isinstance(node, (ast.List, ast.Tuple)) and all(isinstance(e, ast.Constant) for e in node.elts):
+        return tuple(str(_constant(e)) for e in node.elts)
+    return ()
 
 
 def _kind(annotation: ast.expr, keywords: Mapping[str | None, ast.expr]) -> str:
     action = ast.unparse(keywords["action"]) if "action" in keywords else ""
-    text = ast.unparse(annotation).removeprefix("Optional[").rstrip("]").replace(" | None", "")
+    text = _plain_type(annotation)
     if "BooleanOptionalAction" in action:
         return "toggle"
     if text == "bool" or "StoreTrue" in action or "store_true" in action:
@@ -193,7 +248,9 @@ def _argparse_options(tree: ast.Module) -> dict[str, Option]:
             else "list" if _constant(keywords.get("nargs")) in ("*", "+")
             else "value"
         )  # fmt: skip
-        option = Option(flags[0], kind, _constant(keywords.get("dest")) or _name_of(flags[0]))
+        number = {"int": int, "float": float}.get(ast.unparse(keywords["type"])) if "type" in keywords else None
+        field = _constant(keywords.get("dest")) or _name_of(flags[0])
+        option = Option(flags[0], kind, field, number, _literals(keywords.get("choices")))
         options.update(dict.fromkeys((_name_of(f) for f in flags), option))
     return options
 

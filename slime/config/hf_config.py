@@ -32,7 +32,10 @@ class HFConfig:
 
     attention_bias: of queries, keys and values; out_bias: of the output projection. moe_layers: which layers have
     experts (indices from 0). shared_intermediate_size: of the experts that every token passes. rotary_fraction: share
-    of a head's channels that rotary embedding turns. latent: sizes of latent attention, where a model has it.
+    of a head's channels that rotary embedding turns. rope_scaling: its scaling with the kind as "rope_type"; None where
+    there is none. latent: sizes of latent attention, where a model has it. windowed_layers: which layers have the
+    sliding window. norm_topk_prob: the chosen experts' weights are made to add up to 1; expert_groups: (groups, how
+    many of them a token may choose from).
     """
 
     model_type: str
@@ -52,11 +55,16 @@ class HFConfig:
     out_bias: bool
     qk_norm: bool
     sliding_window: int | None
+    windowed_layers: frozenset[int]
+    hidden_act: str
     num_experts: int | None
     num_experts_per_tok: int | None
     moe_intermediate_size: int | None
     moe_layers: frozenset[int]
     shared_intermediate_size: int | None
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    expert_groups: tuple[int, int]
     rotary_fraction: float
     latent: LatentAttention | None
     torch_dtype: str
@@ -104,6 +112,7 @@ _TIED_BY_DEFAULT = {"gemma", "gemma2"}
 _BIASED_BY_DEFAULT = {"glm4", "gpt_oss"}
 _HALF_ROTARY_BY_DEFAULT = {"glm4", "glm4_moe"}
 _THETA_BY_DEFAULT = {"mixtral": 1e6, "gpt_oss": 150000.0}
+_EXPERT_WEIGHTS_AS_THEY_ARE = {"qwen2_moe", "qwen3_moe"}
 _EXPERTS_OF_FULL_SIZE = {"mixtral", "gpt_oss"}  # intermediate_size is an expert's
 
 
@@ -146,11 +155,11 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
         )
     # transformers 5 moved rope_theta and the scaling into one dict; older files have two keys.
     rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
     use_window = raw.get("use_sliding_window", model_type in {"mistral", "mixtral", "gpt_oss"})
     bias = bool(raw.get("attention_bias", model_type in _BIASED_BY_DEFAULT))
     experts = raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts")
     moe_size = raw.get("moe_intermediate_size")
+    window = raw.get("sliding_window") if use_window else None
     partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     return HFConfig(
         model_type=model_type,
@@ -164,14 +173,16 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
         max_position_embeddings=raw.get("max_position_embeddings") or 2048,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or _THETA_BY_DEFAULT.get(model_type, 1e4)),
-        rope_scaling=scaling,
+        rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
         attention_bias=raw.get("qkv_bias", True)
         if model_type == "qwen2_moe"
         else bias or model_type in _ALWAYS_QKV_BIAS,
         out_bias=bias and model_type in _BIAS_ON_OUTPUT_TOO,
         qk_norm=model_type in _ALWAYS_QK_NORM or bool(model_type == "glm4_moe" and raw.get("use_qk_norm")),
-        sliding_window=raw.get("sliding_window") if use_window else None,
+        sliding_window=window,
+        windowed_layers=_windowed_layers(raw, where) if window else frozenset(),
+        hidden_act=raw.get("hidden_act") or "silu",
         num_experts=experts,
         num_experts_per_tok=raw.get("num_experts_per_tok"),
         moe_intermediate_size=raw["intermediate_size"] if model_type in _EXPERTS_OF_FULL_SIZE else moe_size,
@@ -179,6 +190,11 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
         shared_intermediate_size=(
             raw.get("shared_expert_intermediate_size") or (raw.get("n_shared_experts") or 0) * (moe_size or 0) or None
         ),
+        # DeepSeek-V2's own configs may say true, and its code never divides.
+        norm_topk_prob=bool(raw.get("norm_topk_prob", model_type not in _EXPERT_WEIGHTS_AS_THEY_ARE))
+        and model_type != "deepseek_v2",
+        routed_scaling_factor=float(raw.get("routed_scaling_factor") or 1.0),
+        expert_groups=(raw.get("n_group") or 1, raw.get("topk_group") or 1),
         rotary_fraction=float(partial or (0.5 if model_type in _HALF_ROTARY_BY_DEFAULT else 1.0)),
         latent=_latent(need, raw.get("q_lora_rank")) if raw.get("kv_lora_rank") else None,
         torch_dtype=raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
@@ -196,6 +212,29 @@ def _moe_layers(raw: dict[str, Any], where: str) -> frozenset[int]:
     return frozenset(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
 
 
+def _windowed_layers(raw: dict[str, Any], where: str) -> frozenset[int]:
+    """Layers with the sliding window: as layer_types says, else from max_window_layers on, else all. gpt-oss: every
+    other one."""
+    layers, types = range(raw["num_hidden_layers"]), raw.get("layer_types")
+    if types is not None:
+        if len(types) != len(layers):
+            raise ConfigError(f"{where}: layer_types has {len(types)} entries, num_hidden_layers is {len(layers)}")
+        return frozenset(layer for layer in layers if types[layer] == "sliding_attention")
+    if raw["model_type"] == "gpt_oss":
+        return frozenset(layers[::2])
+    return frozenset(layers[raw.get("max_window_layers") or 0 :])
+
+
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    """One form for those of old and new files, so that equal ones are equal."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    return {"rope_type": kind} | {
+        key: value for key, value in rope.items() if key not in ("type", "rope_theta", "partial_rotary_factor")
+    }
+
+
 def _latent(need: Any, q_rank: int | None) -> LatentAttention:
     nope, rope, value = need("qk_nope_head_dim"), need("qk_rope_head_dim"), need("v_head_dim")
     return LatentAttention(q_rank, need("kv_lora_rank"), nope, rope, value)
@@ -206,7 +245,13 @@ def check_same_model(own: HFConfig, other: HFConfig, folder: str | Path) -> None
     free = {"raw", "torch_dtype", "max_position_embeddings"}
     names = [f.name for f in dataclasses.fields(HFConfig) if f.name not in free]
     wrong = [
-        f"{n} {getattr(other, n)} instead of {getattr(own, n)}" for n in names if getattr(own, n) != getattr(other, n)
+        f"{n} {_shown(getattr(other, n))} instead of {_shown(getattr(own, n))}"
+        for n in names
+        if getattr(own, n) != getattr(other, n)
     ]
     if wrong:
         raise ConfigError(f"{folder} is another model than --hf-checkpoint: {', '.join(wrong)}")
+
+
+def _shown(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else value

@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from slime.config.args import Args
 from slime.config.fields import flag_of
 
+STD_ESTIMATORS = ("grpo", "gspo", "cispo")  # those that divide by a group's standard deviation
+_POLICY_ONLY = (
+    "use_kl_loss", "kl_coef", "entropy_coef", "normalize_advantages", "eps_clip_c", "use_opsm", "use_unbiased_kl",
+    "disable_grpo_std_normalization", "disable_rewards_normalization",
+)  # fmt: skip
 _RETURNS = ("ppo", "reinforce_plus_plus")  # estimators that discount
 
 
@@ -46,10 +51,20 @@ def _needs(args: Args) -> Iterator[tuple[str, str]]:
                 yield name, "--recompute-granularity full"
     if args.custom_loss_path or args.custom_advantage_function_path or args.rollout_data_postprocess_path:
         return
+    if args.loss_type == "sft_loss":
+        for name in _POLICY_ONLY:
+            if getattr(args, name):
+                yield name, "--loss-type policy_loss: fine-tuning maximises the likelihood of its tokens, nothing else"
+        return
     if args.gamma != 1 and args.advantage_estimator not in _RETURNS:
         yield "gamma", f"--advantage-estimator {' or '.join(_RETURNS)}"
     if args.lambd != 1 and args.advantage_estimator != "ppo":
         yield "lambd", "--advantage-estimator ppo"
+    by_user = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+    divides = args.advantage_estimator in STD_ESTIMATORS and not args.disable_rewards_normalization
+    if args.disable_grpo_std_normalization and not divides and not by_user:
+        names = f"--advantage-estimator {', '.join(STD_ESTIMATORS)}"
+        yield "disable_grpo_std_normalization", f"{names}, and not with --disable-rewards-normalization"
     if args.use_unbiased_kl and not args.use_kl_loss:
         yield "use_unbiased_kl", "--use-kl-loss"
     if not (args.use_tis or args.custom_tis_function_path):

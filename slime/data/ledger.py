@@ -17,6 +17,14 @@ from typing import Any, BinaryIO
 FILE = "ledger.jsonl"
 OUTCOMES = ("trained", "filtered", "lost")
 COUNTED = ("drawn", "added", "returned", *OUTCOMES)
+# What readers need of each event; whole numbers where the second table says nothing else.
+_FIELDS = {
+    **dict.fromkeys(("taken", "returned", "added", *OUTCOMES), ("step", "group")),
+    "drawn": ("step", "group", "first_sample", "samples"),
+    "resumed": ("step", "position", "counts", "next", "waiting"),
+    "violation": ("step", "text"),
+}
+_FIELD_TYPES: dict[str, Any] = {"position": (int, type(None)), "counts": dict, "waiting": list, "text": str}
 
 
 class LedgerError(RuntimeError):
@@ -186,21 +194,36 @@ class Record:
 
 
 def read_ledger(run_dir: str | Path) -> list[Record]:
-    """All records in order. Raises FileNotFoundError where there is no ledger; a torn line is passed over."""
+    """All records in order; a line that a crash tore is passed over.
+
+    Raises FileNotFoundError where there is no ledger, ValueError for a line that is JSON and no record.
+    """
     path = Path(run_dir) / FILE
     if not path.is_file():
         raise FileNotFoundError(f"there is no {FILE} in {run_dir}: is it the folder of a run (--run-dir)?")
     records: list[tuple[int, Record]] = []
     start = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            record = Record(row.pop("event"), row.pop("step"), row.pop("group", None), row)
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if (record := _record(line, f"{path}, line {number}")) is not None:
             if record.event == "resumed" and (position := record.fields["position"]) is not None:
                 records = [(at, dataclasses.replace(r, void=r.void or at >= position)) for at, r in records]
             records.append((start, record))
-        start += len(line)
+        start += len(line) + 1
     return [record for _, record in records]
+
+
+def _record(line: bytes, where: str) -> Record | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # torn, or empty
+        return None
+    needed = _FIELDS.get(row.get("event")) if isinstance(row, dict) else None
+    if needed is None:
+        raise ValueError(f"{where}: {line[:80].decode(errors='replace')} is no record of a ledger")
+    wrong = [name for name in needed if not isinstance(row.get(name), _FIELD_TYPES.get(name, int))]
+    if wrong:
+        raise ValueError(f"{where}: {', '.join(wrong)} of the event {row['event']!r} missing or not as they should be")
+    return Record(row.pop("event"), row.pop("step"), row.pop("group", None), row)
 
 
 def audit(records: Iterable[Record]) -> Book:

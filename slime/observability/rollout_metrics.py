@@ -29,7 +29,7 @@ def rollout_metrics(args: Any, samples: Sequence[Sample], version: int | None = 
         "rollout/removed_samples": float(sum(s.remove_sample for s in samples)),
         "rollout/trained_tokens": float(sum(0 if s.remove_sample else s.effective_response_length for s in samples)),
     }
-    return out | _reward_metrics(args, samples) | _version_metrics(samples) | _staleness(samples, version)
+    return out | _reward_metrics(args, samples) | _version_metrics(samples, version)
 
 
 def eval_metrics(args: Any, output: Any) -> dict[str, float]:
@@ -79,25 +79,29 @@ def _reward_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     return out
 
 
-def _version_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Oldest and newest weight version that generated a token, and the share of samples that mix versions."""
-    versions = [{span["version"] for span in s.weight_versions if isinstance(span, dict)} for s in samples]
-    numbers = [int(v) for seen in versions for v in seen if str(v).lstrip("-").isdigit()]
-    if not numbers:
+def _version_metrics(samples: Sequence[Sample], version: int | None) -> dict[str, float]:
+    """Of the weight versions that generated the tokens: the oldest and newest, the share of samples that mix them, and
+    with the trainer's `version` how many tokens each age has."""
+    spans = [[span for span in s.weight_versions if isinstance(span, dict)] for s in samples]
+    numbered = [(int(v), span) for of_sample in spans for span in of_sample if _is_number(v := span["version"])]
+    if not numbered:
         return {}
-    return {
+    numbers = [number for number, _ in numbered]
+    out = {
         "rollout/weight_version_min": float(min(numbers)),
         "rollout/weight_version_max": float(max(numbers)),
-        "rollout/mixed_version_samples": _mean([len(seen) > 1 for seen in versions]),
+        "rollout/mixed_version_samples": _mean([len({span["version"] for span in s}) > 1 for s in spans]),
     }
-
-
-def _staleness(samples: Sequence[Sample], version: int | None) -> dict[str, float]:
+    if version is None:
+        return out
     tokens: dict[int, int] = defaultdict(int)
-    for span in (span for s in samples for span in s.weight_versions if isinstance(span, dict)):
-        if version is not None and str(span["version"]).isdigit():
-            tokens[version - int(span["version"])] += span["end"] - span["start"]
-    return {f"rollout/staleness/{age}": float(tokens[age]) for age in sorted(tokens)}
+    for number, span in numbered:
+        tokens[version - number] += span["end"] - span["start"]
+    return out | {f"rollout/staleness/{age}": float(tokens[age]) for age in sorted(tokens)}
+
+
+def _is_number(version: Any) -> bool:
+    return str(version).removeprefix("-").isdecimal()
 
 
 def _mean(values: Iterable[float]) -> float:

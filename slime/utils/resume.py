@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.derive import KEPT_PATHS
 from slime.config.errors import ConfigError
 from slime.config.fields import flag_of
 from slime.config.hf_config import HFConfig, check_same_model, load_hf_config, parse_hf_config
@@ -184,16 +185,7 @@ def _check_replaceable(args: Args) -> None:
     target = Path(args.save_hf)
     if target.is_file():
         raise ConfigError(f"--save-hf {target}: it is a file, not a folder")
-    for name in (
-        "hf_checkpoint",
-        "ref_load",
-        "load",
-        "critic_load",
-        "opd_teacher_load",
-        "save",
-        "run_dir",
-        "prompt_data",
-    ):
+    for name in KEPT_PATHS:
         other = getattr(args, name)
         if other is not None and Path(other).resolve().is_relative_to(target.resolve()):
             raise ConfigError(f"--save-hf {target} would replace {flag_of(name)} {other}; choose another folder")

@@ -50,6 +50,7 @@ def transformer_config(args: Any, hf: HFConfig, *, structure_only: bool = False)
     dtype = _DTYPES[args.params_dtype]
     kind = TransformerConfig if hf.latent is None else MLATransformerConfig
     settings: dict[str, Any] = {"qk_layernorm": hf.qk_norm, **activation_settings(hf), **attention_settings(hf)}
+    windowed = [int(layer in hf.windowed_layers) for layer in range(hf.num_layers)]
     rope_fusion = te and not settings.get("rotary_interleaved") and settings.get("rope_type") != "rope"
     return kind(
         num_layers=hf.num_layers,
@@ -62,7 +63,7 @@ def transformer_config(args: Any, hf: HFConfig, *, structure_only: bool = False)
         gated_linear_unit=True,
         add_qkv_bias=hf.attention_bias,
         window_size=(hf.sliding_window - 1, 0) if hf.sliding_window else None,
-        window_attn_skip_freq=_windowed_layers(hf),
+        window_attn_skip_freq=windowed if hf.sliding_window else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -122,19 +123,6 @@ def check_layout(args: Any, hf: HFConfig) -> None:
             f"--context-parallel-size {args.context_parallel_size}: Transformer Engine has no sliding window "
             f"({hf.sliding_window} in config.json) on packed sequences under it; use --transformer-impl local"
         )
-
-
-def _windowed_layers(hf: HFConfig) -> list[int] | None:
-    """1 for each layer with a sliding window, where config.json says so per layer; None: all of them."""
-    types = hf.raw.get("layer_types")
-    if types is not None:
-        return [int(kind == "sliding_attention") for kind in types]
-    if hf.model_type == "gpt_oss":
-        return [1 - layer % 2 for layer in range(hf.num_layers)]
-    full = hf.raw.get("max_window_layers")
-    if full is not None and hf.sliding_window:
-        return [int(layer >= full) for layer in range(hf.num_layers)]
-    return None
 
 
 def padded_vocab_size(args: Any, hf: HFConfig) -> int:

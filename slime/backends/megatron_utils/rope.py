@@ -21,8 +21,6 @@ def rope_frequencies(hf: HFConfig) -> torch.Tensor:
     if scaling is None:
         return freqs
     kind = scaling_kind(hf)
-    if kind == "default":
-        return freqs
     if kind == "linear":
         return freqs / scaling["factor"]
     if kind == "llama3":
@@ -35,8 +33,7 @@ def rope_frequencies(hf: HFConfig) -> torch.Tensor:
 
 
 def scaling_kind(hf: HFConfig) -> str:
-    scaling = hf.rope_scaling or {}
-    return scaling.get("rope_type", scaling.get("type", "default"))
+    return "default" if hf.rope_scaling is None else hf.rope_scaling["rope_type"]
 
 
 def attention_factor(hf: HFConfig) -> float:

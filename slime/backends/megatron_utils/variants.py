@@ -40,12 +40,12 @@ def expert_settings(hf: HFConfig, te: bool) -> dict[str, Any]:
         out["moe_router_bias_update_rate"] = 0.0  # balancing would bend the policy gradient, and engines never see it
     else:
         # softmax over the chosen experts equals softmax over all, then divided by the chosen ones' sum
-        normalised = hf.raw.get("norm_topk_prob", True) and hf.model_type != "deepseek_v2"
-        out["moe_router_pre_softmax"] = not normalised
-    if (hf.raw.get("n_group") or 1) > 1 and _limits_groups(hf):
-        out.update(moe_router_num_groups=hf.raw["n_group"], moe_router_group_topk=hf.raw["topk_group"])
-    if (hf.raw.get("routed_scaling_factor") or 1.0) != 1.0:
-        out["moe_router_topk_scaling_factor"] = hf.raw["routed_scaling_factor"]
+        out["moe_router_pre_softmax"] = not hf.norm_topk_prob
+    groups, chosen = hf.expert_groups
+    if groups > 1 and _limits_groups(hf):
+        out.update(moe_router_num_groups=groups, moe_router_group_topk=chosen)
+    if hf.routed_scaling_factor != 1.0:
+        out["moe_router_topk_scaling_factor"] = hf.routed_scaling_factor
     return out
 
 
@@ -107,22 +107,22 @@ def _missing(args: Any, hf: HFConfig, te: bool) -> Iterator[str]:
     raw = hf.raw
     if (hf.out_bias and hf.model_type != "gpt_oss") or raw.get("mlp_bias"):
         yield "attention_bias/mlp_bias true puts biases on output projections: not supported"
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        yield f"hidden_act {raw['hidden_act']!r} is not supported, only silu"
+    if hf.hidden_act not in ("silu", "swish"):
+        yield f"hidden_act {hf.hidden_act!r} is not supported, only silu"
     if hf.model_type == "qwen2_moe" and raw.get("use_sliding_window") and raw.get("layer_types") is None:
         yield "use_sliding_window needs layer_types, which says the layers that have a window"
-    if hf.model_type == "deepseek_v2" and (raw.get("n_group") or 1) > 1 and _limits_groups(hf):
+    groups, chosen = hf.expert_groups
+    if hf.model_type == "deepseek_v2" and groups > 1 and _limits_groups(hf):
         yield (
             "topk_method group_limited_greedy ranks groups by their best expert, Megatron-Core's router by the sum of "
             "several: not supported (conversion is)"
         )
     if hf.model_type in _SIGMOID_ROUTER and hf.moe_layers:
-        if not raw.get("norm_topk_prob", True) or hf.num_experts_per_tok == 1:
+        if not hf.norm_topk_prob or hf.num_experts_per_tok == 1:
             yield "Megatron-Core's sigmoid router divides by the sum of several experts: norm_topk_prob must be true"
-        groups = raw.get("topk_group") or 1
-        if (raw.get("n_group") or 1) > 1 and (hf.num_experts_per_tok or 0) // groups != 2:
+        if groups > 1 and (hf.num_experts_per_tok or 0) // chosen != 2:
             yield (
-                f"num_experts_per_tok {hf.num_experts_per_tok} with topk_group {groups}: Megatron-Core's router ranks "
+                f"num_experts_per_tok {hf.num_experts_per_tok} with topk_group {chosen}: Megatron-Core's router ranks "
                 "groups by two experts only when there are twice as many experts as groups"
             )
     if te and args.context_parallel_size > 1 and (hf.latent is not None or hf.model_type == "gpt_oss"):

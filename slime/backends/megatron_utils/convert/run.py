@@ -21,11 +21,11 @@ from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parallel import destroy_parallel, init_parallel
 from slime.config.args import Args
 from slime.config.errors import ConfigError, raise_faults
-from slime.config.hf_config import HFConfig, load_hf_config
+from slime.config.hf_config import HFConfig, check_same_model, load_hf_config, parse_hf_config
 from slime.models import HFFolder, check_folder, model_table
 from slime.models.hf_files import FILE_BYTES, copy_side_files, hf_dtypes, replace_folder
 from slime.models.table import WeightTable
-from slime.utils.checkpoint_folder import commit, describe, files_in, latest_checkpoint, partial_folder
+from slime.utils.checkpoint_folder import commit, describe, files_in, latest_checkpoint, partial_folder, read_manifest
 from slime.utils.net import free_port
 
 
@@ -59,6 +59,8 @@ class Job:
 def convert_to_megatron(job: Job, say: Callable[[str], None]) -> None:
     """Raises ConfigError for input that cannot become a checkpoint, and then leaves nothing that looks like one."""
     hf = load_hf_config(job.hf_folder)
+    if faults := "; ".join(_layout_faults(job, hf)):
+        raise ConfigError(faults)
     table, folder = model_table(hf), HFFolder(job.input)
     check_folder(table, folder)
     with one_rank(job, hf, job.dtype or hf.torch_dtype) as args:
@@ -102,6 +104,7 @@ def convert_to_hf(job: Job, say: Callable[[str], None]) -> None:
     with one_rank(job, hf, hf.torch_dtype) as args:
         structure = checkpoint_structure(args, hf)
         check_checkpoint(structure, reader)
+        _check_same_model(hf, found[0])
         stored = reader.tensors[structure.params[0].regions[0].key].properties.dtype
         dtype = getattr(torch, job.dtype) if job.dtype else stored
         layout = to_hf.plan_layout(table, hf_dtypes(table, dtype), FILE_BYTES)
@@ -131,6 +134,13 @@ def convert_to_hf(job: Job, say: Callable[[str], None]) -> None:
             _verify(job, args, hf, table, structure, found[0], output, say)
 
 
+def _check_same_model(hf: HFConfig, path: Path) -> None:
+    """That config.json, which goes with the output, says what the checkpoint's weights were made for."""
+    manifest = read_manifest(path)
+    if manifest is not None and (model := manifest.run.get("model")):
+        check_same_model(hf, parse_hf_config(dict(model), f"{path}/manifest.json"), path)
+
+
 def file_units(job: Job, hf: HFConfig, structure: Structure) -> list[to_megatron.FileUnit]:
     """Files of the checkpoint: those of a rank of the layout lie together, so that it reads no others."""
     by_rank: dict[tuple[int, int, int], list[to_megatron.Shard]] = {}
@@ -146,6 +156,16 @@ def file_units(job: Job, hf: HFConfig, structure: Structure) -> list[to_megatron
         to_megatron.FileUnit(number, tuple(shards), structure.objects if number == 0 else {})
         for number, shards in enumerate(groups)
     ]
+
+
+def _layout_faults(job: Job, hf: HFConfig) -> Iterator[str]:
+    """What no trainer could load as it is cut; `to_megatron.cut` finds rows that do not divide."""
+    if hf.num_layers % job.pp:
+        yield f"--pipeline-model-parallel-size {job.pp} does not divide the model's {hf.num_layers} layers"
+    if job.ep > 1 and not hf.num_experts:
+        yield f"--expert-model-parallel-size {job.ep}: the model has no experts"
+    elif hf.num_experts and hf.num_experts % job.ep:
+        yield f"--expert-model-parallel-size {job.ep} does not divide the model's {hf.num_experts} experts"
 
 
 def _bytes(units: Sequence[to_megatron.FileUnit]) -> int:
