@@ -18,7 +18,7 @@ FILE = "ledger.jsonl"
 OUTCOMES = ("trained", "filtered", "lost")
 COUNTED = ("drawn", "added", "returned", *OUTCOMES)
 # What readers need of each event; whole numbers where the second table says nothing else.
-_FIELDS = {
+_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("taken", "returned", "added", *OUTCOMES), ("step", "group")),
     "drawn": ("step", "group", "first_sample", "samples"),
     "resumed": ("step", "position", "counts", "next", "waiting"),
@@ -217,7 +217,7 @@ def _record(line: bytes, where: str) -> Record | None:
         row = json.loads(line)
     except ValueError:  # torn, or empty
         return None
-    needed = _FIELDS.get(row.get("event")) if isinstance(row, dict) else None
+    needed = _FIELDS.get(str(row.get("event"))) if isinstance(row, dict) else None
     if needed is None:
         raise ValueError(f"{where}: {line[:80].decode(errors='replace')} is no record of a ledger")
     wrong = [name for name in needed if not isinstance(row.get(name), _FIELD_TYPES.get(name, int))]
