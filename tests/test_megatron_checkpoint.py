@@ -68,6 +68,15 @@ def test_resume_in_another_layout(model, tmp_path, then):
     assert_same_end(*resumed(2, tmp_path, args, world, make_args(model, **SCHEDULE, **then)), rtol=1e-5)
 
 
+def test_resume_with_experts_over_other_ranks(tmp_path):
+    """Experts over two ranks are a second optimizer, which the stage of the dense first layer has nothing for."""
+    model = tiny_model(tmp_path / "m", "deepseek_v3", num_layers=2, num_key_value_heads=6)
+    args, folder = make_args(model, **SCHEDULE), str(tmp_path / "ckpt")
+    cut = dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1, pipeline_model_parallel_size=2)
+    train(4, args.replace(save=folder, **cut), ROLLOUTS[:2])
+    assert_same_end(train(1, args.replace(load=folder), ROLLOUTS[2:]), train(1, args, ROLLOUTS), rtol=1e-5)
+
+
 def test_resume_from_a_background_save(model, tmp_path):
     """Training changes the weights while they are being written; the checkpoint has those of its step."""
     args = make_args(model, **SCHEDULE, async_save=True, params_dtype="bfloat16")
@@ -284,6 +293,12 @@ def test_an_altered_byte_is_found_on_load(copy):
     assert check_start(args) == []  # sizes are right
     with pytest.raises(AssertionError, match="the bytes of __0_0.distcp have changed since"):
         train(1, args, [])
+
+
+def test_an_optimizer_of_another_kind_is_one_line(copy):
+    args, path = copy
+    with pytest.raises(AssertionError, match=f"ConfigError: checkpoint {path} was written with --use-distributed-opt"):
+        train(1, args.replace(use_distributed_optimizer=False), [])
 
 
 def _load_bad_ones(rank, world, port, args, path, folder):

@@ -95,9 +95,10 @@ def load_checkpoint(
     """
     check_files(path)
     with _readable(path):
-        world_size = dist_checkpointing.load_common_state_dict(str(path)).get("world_size")
-    same_world = world_size == dist.get_world_size()
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    same_world = common.get("world_size") == dist.get_world_size()
     if optimizer is not None:
+        written = _written_optimizer(path, common, optimizer)
         materialise_adam(optimizer)
     state = _state(model, optimizer, scheduler, with_rng=same_world and optimizer is not None, is_loading=True)
     for name in [name for name in state if name.startswith("model")]:
@@ -113,7 +114,7 @@ def load_checkpoint(
     if optimizer is None:
         return
     flags = [{key: group[key] for key in _OF_FLAGS if key in group} for group in optimizer.param_groups]
-    _load_optimizer(optimizer, loaded["optimizer"])
+    _load_optimizer(optimizer, loaded["optimizer"], written)
     for group, values in zip(optimizer.param_groups, flags, strict=True):
         group.update(values)  # flags of this run, not of the one that wrote the checkpoint
     if scheduler is not None:
@@ -194,8 +195,13 @@ def _whole_buckets(optimizer: Any) -> Iterator[None]:
 
 
 def materialise_adam(optimizer: Any) -> None:
-    """Gives torch's Adam its zero state. Megatron reads it when saving or loading; torch makes it at the first step."""
-    for adam in torch_adams(optimizer):
+    """Gives torch's Adam its zero state. Megatron reads it when saving or loading; torch makes it at the first step.
+
+    Megatron reads the step there too, also of an optimizer without parameters (of experts, on a pipeline stage of
+    layers without them): that one gets the step of the others.
+    """
+    adams = list(torch_adams(optimizer))
+    for adam in adams:
         for group in adam.param_groups:
             for param in group["params"]:
                 if not adam.state[param]:
@@ -204,17 +210,46 @@ def materialise_adam(optimizer: Any) -> None:
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }
+    empty = [adam for adam in adams if not any(group["params"] for group in adam.param_groups)]
+    step = next((of["step"] for adam in adams if adam not in empty for of in adam.state.values()), torch.zeros(()))
+    for adam in empty:
+        adam.state["no parameters"] = {"step": step.clone()}  # type: ignore[index]  # torch's own type allows no name
 
 
-def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
-    """Loads each part of Megatron's chained optimizer, around two slips of its loader with torch's Adam.
+def _written_optimizer(path: Path, common: dict[str, Any], optimizer: Any) -> list[dict[str, Any]]:
+    """What a checkpoint keeps of the parts of its optimizer, without tensors. Raises ConfigError where ours cannot take
+    it. Experts over several ranks are a part of their own."""
+    state = common.get("optimizer") or {}
+    written = [state[key] for key in sorted(state)] if all(isinstance(key, int) for key in state) else [state]
+    parts = optimizer.chained_optimizers
+    sharded = all(hasattr(part, "_get_main_param_and_optimizer_states") for part in parts)
+    was_sharded = any("param_state_sharding_type" in part for part in written)
+    if not state:
+        fault = "has weights alone"
+    elif sharded != was_sharded:
+        fault = f"was written {'with' if was_sharded else 'without'} --use-distributed-optimizer"
+    elif not sharded and len(written) != len(parts):
+        fault = "has experts cut another way (--expert-model-parallel-size), and no --use-distributed-optimizer"
+    else:
+        return written
+    raise ConfigError(
+        f"checkpoint {path} {fault}: its optimizer's state does not fit; --finetune takes its weights alone"
+    )
 
-    It looks for a step counter among the sharded tensors, where there is none, and it puts one counter into all
+
+def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], written: list[dict[str, Any]]) -> None:
+    """Loads each part of Megatron's chained optimizer, around three slips of its loader. written: the checkpoint's.
+
+    The state of parameters goes by their names, and yet the rest must be of as many parts as ours. With torch's Adam it
+    looks for a step counter among the sharded tensors, where there is none, and it puts one counter into all
     parameters, which Adam then counts up once per parameter.
     """
     parts = optimizer.chained_optimizers
     for part, state in zip(parts, [loaded] if len(parts) == 1 else [loaded[i] for i in range(len(parts))], strict=True):
         param_state = state.pop("param_state", None)
+        if param_state is not None and part.optimizer is not None:
+            groups = [_written_group(written, group) for group in part.optimizer.param_groups]
+            state = {**written[0], "optimizer": {**written[0]["optimizer"], "param_groups": groups}}
         part.load_state_dict(state)
         of_params = list(part.optimizer.state.values()) if part.optimizer is not None else []
         steps = [s.pop("step") if isinstance(s.get("step"), torch.Tensor) else None for s in of_params]
@@ -224,6 +259,14 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
             if step is not None:
                 of_param["step"] = step.clone()
     use_fused_adam(optimizer)
+
+
+def _written_group(written: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of parameters like those of `group`, be they experts of a part of their own or not."""
+    groups = [one for part in written for one in part["optimizer"]["param_groups"]]
+    alike = [one for one in groups if all(one[key] == group[key] for key in ("wd_mult", "lr_mult"))]
+    same = [one for one in alike if one["is_expert_parallel"] == group["is_expert_parallel"]]
+    return {**(same or alike)[0], "is_expert_parallel": group["is_expert_parallel"]}
 
 
 def _get_rng() -> dict[str, Any]:
