@@ -283,6 +283,7 @@ class MegatronTrainActor:
         results = []
         for step_id, (step, plan) in enumerate(zip(steps, plans, strict=True)):
             if hook is not None:
+                train_step.finish_parameters(self.model)
                 hook(args, rollout_id, step_id, self.model, self.optimizer, self.scheduler)
             batches = data.MicroBatches(columns, plan, self._multiple, self._context)
             results.append(train_step.train_one_step(args, self.model, self.optimizer, self.scheduler, batches, step))

@@ -46,6 +46,7 @@ class Trace:
 def megatron_trace(args: Args, hf: HFConfig, sequences: Sequence[Tensor]) -> Trace:
     """Our model, as the trainer builds and runs it: packed sequences in one micro-batch."""
     from slime.backends.megatron_utils import data, device
+    from slime.backends.megatron_utils.cpu_products import fast_products
     from slime.backends.megatron_utils.model import build_model
     from slime.backends.megatron_utils.train_step import forward_logits
     from slime.models import iter_hf_weights, load_hf_into
@@ -55,9 +56,10 @@ def megatron_trace(args: Args, hf: HFConfig, sequences: Sequence[Tensor]) -> Tra
     tokens, positions, packed = data.pack([s.to(device.current_device()) for s in sequences])
     layers = _record(chunks[0].decoder.layers)
     batch = data.MicroBatch([], tokens, positions, packed, {})
-    logits = forward_logits(args, chunks[0], batch, deferred=False).squeeze(0)
-    loss = _loss(logits, sequences)
-    loss.backward()
+    with fast_products():
+        logits = forward_logits(args, chunks[0], batch, deferred=False).squeeze(0)
+        loss = _loss(logits, sequences)
+        loss.backward()
     for param in chunks[0].parameters():
         param.data = param.grad if param.grad is not None else torch.zeros_like(param)
     gradients = {name: _keep(tensor) for name, tensor in iter_hf_weights(chunks, hf, args)}

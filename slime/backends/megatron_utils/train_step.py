@@ -215,7 +215,7 @@ def apply_gradients(optimizer: Any, clip_grad: float) -> tuple[bool, float]:
 
 
 def finish_parameters(model: list[Any]) -> None:
-    """After the last step, before weights are sent or saved: every rank gets the parts that others have updated.
+    """After a step, before hooks see weights, or they are sent or saved: every rank gets what others have updated.
 
     With --overlap-param-gather Megatron leaves that to the next forward pass. Collective over data-parallel ranks.
     """

@@ -96,7 +96,7 @@ class TensorSender:
 
     def _share(self, found: tuple[bool, Bucket | None] | None, source: int) -> tuple[bool, Bucket | None]:
         """What `_gather` found on the source, on every rank."""
-        more, bucket = found if found is not None and dist.get_rank() == source else (False, None)
+        more, bucket = found or (False, None)
         meta: list[Any] = [(more, (bucket.names, bucket.dtypes, bucket.shapes) if bucket else None)]
         dist.broadcast_object_list(meta, src=source, group=self._control)
         more, parts = meta[0]
