@@ -8,6 +8,7 @@ from test_weights_megatron import TOKENS, assert_same_tensors, build, make_args,
 from slime.config.errors import ConfigError
 from slime.config.hf_config import parse_hf_config
 
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 NEW = ("qwen2_moe", "mixtral", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe")
 
 
@@ -90,6 +91,12 @@ def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path):
         ("deepseek_v3", dict(n_group=2, topk_group=2), "ranks groups by two experts only"),
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave false is not supported"),
         ("llama", dict(attention_bias=True), "biases on output projections: not supported"),
+        ("deepseek_v3", dict(rope_scaling=dict(YARN, mscale=0.7)), "one of mscale and mscale_all_dim only"),
+        ("deepseek_v3", dict(rope_scaling=dict(YARN, attention_factor=1.3)), "attention_factor or truncate false"),
+        ("deepseek_v3", dict(rope_scaling=dict(YARN, truncate=False)), "attention_factor or truncate false"),
+        ("mixtral", dict(num_experts_per_tok=1), "every weight is 1"),
+        ("qwen3_moe", dict(num_experts_per_tok=1, norm_topk_prob=True), "every weight is 1"),
+        ("gpt_oss", dict(attention_bias=False), "attention_bias false is not supported"),
         ("gpt_oss", dict(swiglu_alpha=1.5), "swiglu_alpha 1.5 is not supported"),
     ],
 )
@@ -131,3 +138,23 @@ def test_rope_scalings_are_those_of_transformers(scaling):
     hf = parse_hf_config({**raw, "rope_scaling": scaling})
     torch.testing.assert_close(rope_frequencies(hf), want, rtol=1e-6, atol=0)
     assert attention_factor(hf) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "gpt_oss"])
+def test_a_key_that_config_json_leaves_out_is_what_transformers_takes(family):
+    """Those that no weight's shape would contradict."""
+    from transformers import AutoConfig
+
+    whole = {**AutoConfig.for_model(family, head_dim=64).to_dict(), "model_type": family}
+    left_out = ("rms_norm_eps", "sliding_window", "norm_topk_prob", "tie_word_embeddings")
+    full, short = (parse_hf_config(raw) for raw in (whole, {k: v for k, v in whole.items() if k not in left_out}))
+    for name in ("rms_norm_eps", "sliding_window", "windowed_layers", "norm_topk_prob", "tie_word_embeddings"):
+        assert getattr(short, name) == getattr(full, name), name
+
+
+def test_qwen3_moe_has_its_window_in_all_layers():
+    from test_weights_algebra import config
+
+    window = dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    hf = config("qwen3_moe", **window)
+    assert hf.sliding_window == 6 and hf.windowed_layers == set(range(hf.num_layers))

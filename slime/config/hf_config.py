@@ -113,6 +113,8 @@ _BIASED_BY_DEFAULT = {"glm4", "gpt_oss"}
 _HALF_ROTARY_BY_DEFAULT = {"glm4", "glm4_moe"}
 _THETA_BY_DEFAULT = {"mixtral": 1e6, "gpt_oss": 150000.0}
 _EXPERT_WEIGHTS_AS_THEY_ARE = {"qwen2_moe", "qwen3_moe"}
+_NORM_EPS_BY_DEFAULT = {"mixtral": 1e-5, "glm4": 1.5625e-07, "glm4_moe": 1e-5, "gpt_oss": 1e-5}
+_WINDOW_BY_DEFAULT = {"mistral": 4096, "gpt_oss": 128}
 _EXPERTS_OF_FULL_SIZE = {"mixtral", "gpt_oss"}  # intermediate_size is an expert's
 
 
@@ -159,7 +161,7 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
     bias = bool(raw.get("attention_bias", model_type in _BIASED_BY_DEFAULT))
     experts = raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts")
     moe_size = raw.get("moe_intermediate_size")
-    window = raw.get("sliding_window") if use_window else None
+    window = raw.get("sliding_window", _WINDOW_BY_DEFAULT.get(model_type)) if use_window else None
     partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     return HFConfig(
         model_type=model_type,
@@ -171,7 +173,7 @@ def parse_hf_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig
         intermediate_size=need("intermediate_size"),
         vocab_size=need("vocab_size"),
         max_position_embeddings=raw.get("max_position_embeddings") or 2048,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=raw.get("rms_norm_eps", _NORM_EPS_BY_DEFAULT.get(model_type, 1e-6)),
         rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or _THETA_BY_DEFAULT.get(model_type, 1e4)),
         rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
@@ -214,8 +216,10 @@ def _moe_layers(raw: dict[str, Any], where: str) -> frozenset[int]:
 
 def _windowed_layers(raw: dict[str, Any], where: str) -> frozenset[int]:
     """Layers with the sliding window: as layer_types says, else from max_window_layers on, else all. gpt-oss: every
-    other one."""
+    other one. Qwen3-MoE: all, whatever those keys say, as in transformers."""
     layers, types = range(raw["num_hidden_layers"]), raw.get("layer_types")
+    if raw["model_type"] == "qwen3_moe":
+        return frozenset(layers)
     if types is not None:
         if len(types) != len(layers):
             raise ConfigError(f"{where}: layer_types has {len(types)} entries, num_hidden_layers is {len(layers)}")

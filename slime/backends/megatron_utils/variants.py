@@ -117,6 +117,8 @@ def _missing(args: Any, hf: HFConfig, te: bool) -> Iterator[str]:
             "topk_method group_limited_greedy ranks groups by their best expert, Megatron-Core's router by the sum of "
             "several: not supported (conversion is)"
         )
+    if hf.moe_layers and hf.num_experts_per_tok == 1 and expert_settings(hf, te).get("moe_router_pre_softmax") is False:
+        yield "num_experts_per_tok 1 with norm_topk_prob: every weight is 1, and nothing would train the router"
     if hf.model_type in _SIGMOID_ROUTER and hf.moe_layers:
         if not hf.norm_topk_prob or hf.num_experts_per_tok == 1:
             yield "Megatron-Core's sigmoid router divides by the sum of several experts: norm_topk_prob must be true"
@@ -135,9 +137,18 @@ def _missing(args: Any, hf: HFConfig, te: bool) -> Iterator[str]:
             yield "rope_interleave false is not supported: Megatron-Core's latent attention rotates neighbours"
         if scaling_kind(hf) not in ("default", "yarn"):
             yield f"rope scaling {scaling_kind(hf)!r} is not supported with latent attention"
+        scaling = hf.rope_scaling or {}
+        if scaling_kind(hf) == "yarn" and (
+            bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim"))
+            or scaling.get("attention_factor")
+            or not scaling.get("truncate", True)
+        ):
+            yield "yarn with one of mscale and mscale_all_dim only, attention_factor or truncate false is not supported"
         if te and hf.rms_norm_eps != 1e-6:
             yield f"rms_norm_eps {hf.rms_norm_eps} is not supported with Transformer Engine, whose inner norms share it"
     if hf.model_type == "gpt_oss":
+        if not hf.attention_bias:
+            yield "attention_bias false is not supported: Megatron-Core has biases on all linear layers or on none"
         if raw.get("swiglu_alpha", 1.702) != 1.702:
             yield f"swiglu_alpha {raw['swiglu_alpha']} is not supported: Megatron-Core's gate has 1.702"
         if (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) != 1:
