@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.config import Args, ConfigError, Layout, due, load_args, load_hf_config, make_layout
+from slime.config.hooks import check_hooks
 from slime.data.dataset import check_prompt_files
 
 
@@ -128,15 +129,14 @@ def main(argv: Sequence[str]) -> int:
         args = load_args(argv)
         layout = make_layout(args)
         check_prompt_files(args)
+        check_hooks(args)
         if args.dry_run:
             from slime.config.plan import format_plan
 
             print(format_plan(args, layout, load_hf_config(args.hf_checkpoint)))
             return 0
-        from slime.config.hooks import check_hooks
         from slime.utils.resume import check_start
 
-        check_hooks(args)
         for line in check_start(args):
             print(f"slime: {line}", flush=True)
         if args.progress == "auto":  # decided here: the parts of a run have no terminal of their own

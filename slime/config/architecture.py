@@ -76,8 +76,8 @@ def disagreements(args: Any, hf: HFConfig) -> Iterator[str]:
         if given is None or given == actual or _close(given, actual):
             continue
         yield (
-            f"{flag_of(name)} {given}: the model has {actual} ({args.hf_checkpoint}/config.json); "
-            "leave the flag out, sizes are read from the model"
+            f"{flag_of(name)} {given}: the model has {'none' if actual is None else actual} "
+            f"({args.hf_checkpoint}/config.json); leave the flag out, sizes are read from the model"
         )
 
 

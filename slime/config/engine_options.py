@@ -37,6 +37,8 @@ RESERVED_SERVER = {
     "random_seed": "--rollout-seed",
     "device": "--device",
     "disable_radix_cache": "--sglang-disable-radix-cache",
+    "config": "--sglang-<option> for each of its lines (in a --config file too): what it sets could not be checked",
+    "pp_size": "--rollout-num-gpus-per-engine: its pipeline stages would take GPUs that other engines have",
     **dict.fromkeys(
         ("host", "port", "nccl_port", "base_gpu_id", "nnodes", "node_rank", "dist_init_addr"), "nothing: slime sets it"
     ),

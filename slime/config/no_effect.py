@@ -25,6 +25,13 @@ def flags_without_effect(args: Args) -> Iterator[str]:
         )
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         yield "--lr-warmup-iters and --lr-warmup-fraction both say how long the warm-up is; choose one"
+    if args.num_epoch is not None and args.num_rollout is not None:
+        yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} is given; choose one"
+    if args.attention_backend != "auto" and (args.device == "cpu" or args.transformer_impl == "local"):
+        yield (
+            f"--attention-backend {args.attention_backend} has no effect on our torch layers "
+            f"({'--transformer-impl local' if args.device != 'cpu' else '--device cpu'}); leave it out"
+        )
     if args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} has no effect: it is above --lr {args.lr}"
 
@@ -35,6 +42,11 @@ def _needs(args: Args) -> Iterator[tuple[str, str]]:
         for name in ("save_interval", "async_save", "keep_last"):
             if getattr(args, name):
                 yield name, "--save"
+    if args.lr_decay_style == "constant":
+        if args.min_lr:
+            yield "min_lr", "--lr-decay-style: a constant learning rate has no decay"
+        if args.lr_decay_iters is not None and args.lr_warmup_fraction is None:
+            yield "lr_decay_iters", "--lr-decay-style: a constant learning rate has no decay"
     if args.finetune and not args.load:
         yield "finetune", "--load (the first weights are those of --hf-checkpoint anyway)"
     if args.ref_load != args.hf_checkpoint and not (args.use_kl_loss or args.kl_coef):

@@ -6,7 +6,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,17 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
 def parse_args(argv: Sequence[str]) -> Args:
     """Parses flags (command line over --config over defaults). Raises ConfigError; nothing is derived yet."""
     parser = build_parser()
-    values, rest = parser.parse_known_args(list(argv))
+    mine, passed = _split(argv, parser)
+    values, rest = parser.parse_known_args(mine)
     given = vars(values)
     if given.get("config"):
         file_argv = _yaml_to_argv(_read_yaml(given["config"], "--config"), given["config"], parser)
-        values, rest = parser.parse_known_args(file_argv + list(argv))
+        mine, passed = _split([*file_argv, *argv], parser)
+        values, rest = parser.parse_known_args(mine)
         given = vars(values)
-    passed = _take_pass_through(rest, parser)
+    options, problems = _pass_through(passed, parser)
+    if faults := [*_unknown_words(rest, parser), *problems]:
+        raise ConfigError("\n".join(faults))
     extra = _read_yaml(given["custom_config_path"], "--custom-config-path") if given.get("custom_config_path") else {}
     clash = sorted(set(extra) & set(Args.__dataclass_fields__))
     taken = next((name for name in extra if hasattr(Args, name) and name not in clash), None)
@@ -98,7 +102,7 @@ def parse_args(argv: Sequence[str]) -> Args:
         raise ConfigError(
             f"--custom-config-path {given['custom_config_path']}: {clash[0]!r} is a flag; set {flag_of(clash[0])}"
         )
-    return Args(**given, extra=extra, **passed)
+    return Args(**given, extra=extra, **options)
 
 
 class _Loader(yaml.SafeLoader):
@@ -178,31 +182,63 @@ def _nearest(flag: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "; --help lists all flags"
 
 
-def _take_pass_through(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """`--sglang-x v` and `--router-x v` of the flags that are not ours; anything else is an error."""
+def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[list[str]]]:
+    """(words that are ours, [flag, values...] of each `--sglang-x` and `--router-x` that is not)."""
+    own, mine, passed = set(_known_flags(parser)), [], []
+    taking = mine
+    for word in argv:
+        flag = word.partition("=")[0]
+        if _is_flag(word):
+            taking = mine
+            if flag not in own and flag.startswith(tuple(f"--{owner}-" for owner in _PASS_THROUGH)):
+                taking = []
+                passed.append(taking)
+        taking.append(word)
+    return mine, passed
+
+
+def _pass_through(
+    passed: list[list[str]], parser: argparse.ArgumentParser
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """({owner: options}, a line per flag that the installed package does not have)."""
     out: dict[str, dict[str, Any]] = {name: {} for name in _PASS_THROUGH}
-    i = 0
-    while i < len(rest):
-        flag, _, value = rest[i].partition("=")
-        i += 1
-        owner = next((o for o in _PASS_THROUGH if flag.startswith(f"--{o}-")), None)
-        if owner is None:
-            if not flag.startswith("--"):
-                raise ConfigError(f"{flag!r} belongs to no flag (values with spaces need quotes)")
-            raise ConfigError(f"unknown flag {flag}{_instead(flag, _known_flags(parser))}")
+    problems: list[str] = []
+    for word, *values in passed:
+        flag, equals, value = word.partition("=")
+        values = [value, *values] if equals else values
+        owner = next(o for o in _PASS_THROUGH if flag.startswith(f"--{o}-"))
         option = flag[len(owner) + 3 :].replace("-", "_")
         known = _PASS_THROUGH[owner]()
         if known is not None and option not in known:
             candidates = [flag_of(f"{owner}_{k}") for k in sorted(known)] + _known_flags(parser)
-            raise ConfigError(
-                f"unknown flag {flag}: the installed {owner} has no such option{_nearest(flag, candidates)}"
-            )
-        if value or "=" in rest[i - 1]:
-            out[owner][option] = value
-            continue
-        values: list[str] = []
-        while i < len(rest) and not rest[i].startswith("--"):
-            values.append(rest[i])
-            i += 1
+            other = advice(flag) or f"the installed {owner} has no such option{_nearest(flag, candidates)}"
+            problems.append(f"unknown flag {flag}: {other}")
         out[owner][option] = True if not values else values[0] if len(values) == 1 else values
-    return out
+    return out, problems
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") or (word[:1] == "-" and word[1:2].isalpha())
+
+
+def _unknown_words(rest: list[str], parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A line per word that argparse could not place; what follows an unknown flag are its values."""
+    after_flag = False
+    for word in rest:
+        if _is_flag(word) or not after_flag:
+            yield _unknown(word, parser)
+        after_flag = after_flag or _is_flag(word)
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """Of a word that argparse could not place."""
+    flag = word.partition("=")[0]
+    if flag.startswith("--"):
+        return f"unknown flag {flag}{_instead(flag, _known_flags(parser))}"
+    if _is_flag(flag):
+        return f"unknown flag {flag}: flags begin with two dashes{_nearest('-' + flag, _known_flags(parser))}"
+    if word.lower() in ("true", "false"):
+        return f"{word!r} belongs to no flag: a switch takes no value, --x turns it on and --no-x off"
+    if "=" in word:
+        return f"{word!r} is no flag: flags are --name value, --help lists them"
+    return f"{word!r} belongs to no flag (values with spaces need quotes)"

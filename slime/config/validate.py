@@ -184,6 +184,14 @@ def _schedule(args: Args) -> Iterator[str]:
 def _rollout(args: Args) -> Iterator[str]:
     if args.loss_type == "sft_loss" and args.n_samples_per_prompt != 1:
         yield f"--n-samples-per-prompt {args.n_samples_per_prompt}: fine-tuning trains each row once, set it to 1"
+    generates = args.rollout_function_path == GENERATE
+    if args.debug_train_only and generates and not args.load_debug_rollout_data and args.loss_type != "sft_loss":
+        yield "--debug-train-only starts no engine to generate with: give --load-debug-rollout-data file_{rollout_id}.pt"
+    if args.start_rollout_id is not None and args.num_rollout is not None and args.start_rollout_id >= args.num_rollout:
+        yield (
+            f"--start-rollout-id {args.start_rollout_id} leaves nothing to do: rollouts are 0 to {args.num_rollout - 1} "
+            "(--num-rollout)"
+        )
     if args.debug_train_only and args.debug_rollout_only:
         yield "--debug-train-only and --debug-rollout-only exclude each other"
     needs_reward = args.loss_type == "policy_loss" and not args.debug_train_only
@@ -209,7 +217,6 @@ def _rollout(args: Args) -> Iterator[str]:
     ):
         yield "--partial-rollout has no effect without --over-sampling-batch-size above --rollout-batch-size"
     sft = args.rollout_function_path == FINE_TUNE
-    generates = args.rollout_function_path == GENERATE
     if args.loss_type == "sft_loss" and generates and not args.load_debug_rollout_data:
         yield f"--loss-type sft_loss starts no engine: give --rollout-function-path {FINE_TUNE}"
     if args.loss_type == "policy_loss" and sft and args.advantage_estimator != "on_policy_distillation":
@@ -238,6 +245,14 @@ def _rollout(args: Args) -> Iterator[str]:
                 command_line(overlay({}, {name: value}, known(), reserved, prefix), known(), prefix)
             except ConfigError as error:
                 yield str(error)
+    by_field = {
+        option.field: args.sglang[name] for name in args.sglang if (option := (server_options() or {}).get(name))
+    }
+    if str(by_field.get("dp_size", 1)) != "1" and "enable_dp_attention" not in by_field:
+        yield (
+            f"--sglang-dp-size {by_field['dp_size']} without --sglang-enable-dp-attention starts copies of the engine on "
+            "GPUs that others have; give --rollout-num-gpus and --rollout-num-gpus-per-engine"
+        )
     if args.update_weights_interval > 1:
         yield (
             f"--update-weights-interval {args.update_weights_interval} has no effect: train.py sends the weights after "
@@ -251,6 +266,11 @@ def _rollout(args: Args) -> Iterator[str]:
     context, eval_context = args.rollout_max_context_len, args.eval_max_context_len
     if context and eval_context and eval_context > context:
         yield f"--eval-max-context-len {eval_context} is over --rollout-max-context-len {context}, which engines are started with"
+    if args.eval_interval and args.eval_prompt_data and eval_context and args.eval_max_response_len >= eval_context:
+        yield (
+            f"--eval-max-response-len {args.eval_max_response_len} leaves no room for a prompt in a context of {eval_context} "
+            "tokens (--eval-max-context-len)"
+        )
     if args.eval_interval and not args.eval_prompt_data:
         yield "--eval-interval needs --eval-prompt-data name file"
 
