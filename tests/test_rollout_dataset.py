@@ -166,8 +166,9 @@ def test_prompt_files_are_looked_at_before_anything_starts(tmp_path, flag, name,
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "label": None}, "d.jsonl:1: reward exact needs a label, and this row has none"),
+        ({"prompt": "a", "label": None}, "d.jsonl:1: reward exact needs a label, and there is none"),
         ({"prompt": "a"}, "needs a label"),
+        ({"prompt": "a", "label": {"ground_truth": "b"}}, "found an object with ground_truth"),
         ({"prompt": "a", "label": "b", "metadata": {"rm_type": "nope"}}, "\"rm_type\" 'nope' is unknown"),
         ({"prompt": "\ud800", "label": "b"}, "holds half of a surrogate pair"),
     ],

@@ -135,7 +135,17 @@ def test_math(response, label, expected):
 
 def test_math_label_that_is_no_mathematics_is_an_error():
     with pytest.raises(GraderError, match="label '' is no mathematical expression"):
-        reward("math", "3 apples", "")
+        reward("math", "3 apples", " ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "message"),
+    [("math", "", "needs a label"), ("exact", [], "needs a label"), ("f1", float("nan"), "needs a label"),
+     ("exact", {"ground_truth": "3"}, "found an object with ground_truth"), ("dapo", ["3"], "found a list")],
+)  # fmt: skip
+def test_a_label_that_would_make_every_answer_wrong_is_an_error(kind, label, message):
+    with pytest.raises(ValueError, match=f"--rm-type {kind} .*{message}"):
+        reward(kind, "3", label)
 
 
 def test_an_answer_too_large_to_evaluate_is_wrong_not_a_hang():

@@ -53,6 +53,8 @@ def _needs(args: Args) -> Iterator[tuple[str, str]]:
         yield "ref_load", "--use-kl-loss or --kl-coef; the first weights are those of --load, else of --hf-checkpoint"
     if args.eval_prompt_data and not args.eval_interval:
         yield "eval_prompt_data", "--eval-interval"
+    if args.apply_chat_template_kwargs and not args.apply_chat_template and args.loss_type != "sft_loss":
+        yield "apply_chat_template_kwargs", "--apply-chat-template"
     if args.group_rm and not args.custom_rm_path:
         yield "group_rm", "--custom-rm-path: built-in rewards see one sample"
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:

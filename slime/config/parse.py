@@ -184,7 +184,9 @@ def _nearest(flag: str, known: Sequence[str]) -> str:
 
 def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[list[str]]]:
     """(words that are ours, [flag, values...] of each `--sglang-x` and `--router-x` that is not)."""
-    own, mine, passed = set(_known_flags(parser)), [], []
+    own = set(_known_flags(parser))
+    mine: list[str] = []
+    passed: list[list[str]] = []
     taking = mine
     for word in argv:
         flag = word.partition("=")[0]

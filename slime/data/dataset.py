@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.config.errors import ConfigError
 from slime.config.groups import GENERATE
-from slime.config.rewards import BUILT_IN_REWARDS, WITHOUT_LABEL
+from slime.config.rewards import BUILT_IN_REWARDS, label_fault
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -151,8 +151,8 @@ def _check_gradable(places: Sequence[str], samples: Sequence[Sample], args: Any)
             continue
         if kind not in BUILT_IN_REWARDS:
             raise ValueError(f'{place}: its "rm_type" {name!r} is unknown; built in are {", ".join(BUILT_IN_REWARDS)}')
-        if sample.label is None and kind not in WITHOUT_LABEL:
-            raise ValueError(f"{place}: reward {kind} needs a label, and this row has none (--label-key)")
+        if (fault := label_fault(kind, sample.label)) is not None:
+            raise ValueError(f"{place}: reward {kind} {fault}")
 
 
 def check_rendered(spec: str, samples: Sequence[Sample], args: Any, function: str) -> None:
@@ -186,9 +186,9 @@ def _read_jsonl(path: Path, start: int | None, stop: int | None) -> Iterator[tup
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, brackets a thousand deep
-                raise ValueError(f"{place}: this line is no JSON: {error}") from error
+                raise ValueError(f"{place}: this line is no JSON (each must be one object): {error}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}")
+                raise ValueError(f"{place}: each line must be one JSON object, found a {type(row).__name__}")
             yield place, row
 
 
@@ -234,8 +234,6 @@ def _to_sample(place: str, row: dict[str, Any], args: Any, label_key: str | None
         raise ValueError(
             f"{place}: {args.input_key!r} must be text or a list of chat messages, both not empty; found {prompt!r:.80}"
         )
-    if isinstance(prompt, str) and not _is_unicode(prompt):
-        raise ValueError(f"{place}: {args.input_key!r} holds half of a surrogate pair, which is no text")
     metadata = _parsed(place, args.metadata_key, row.get(args.metadata_key))
     if not isinstance(metadata, dict | None):
         raise ValueError(f"{place}: {args.metadata_key!r} must be an object, found {type(metadata).__name__}")
@@ -247,6 +245,8 @@ def _to_sample(place: str, row: dict[str, Any], args: Any, label_key: str | None
         metadata["tools"] = tools
     if args.apply_chat_template:
         prompt = _render(place, prompt, tools, args.apply_chat_template_kwargs, tokenizer)
+    if isinstance(prompt, str) and not _is_unicode(prompt):
+        raise ValueError(f"{place}: {args.input_key!r} holds half of a surrogate pair, which is no text")
     return Sample(prompt=prompt, label=row[label_key] if label_key else None, metadata=metadata)
 
 
@@ -274,9 +274,12 @@ def _render(place: str, prompt: Any, tools: Any, kwargs: dict[str, Any] | None, 
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     options = {"tokenize": False, "add_generation_prompt": True, **(kwargs or {})}
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools or None, **options)
+        text = tokenizer.apply_chat_template(messages, tools=tools or None, **options)
     except Exception as error:
         raise ValueError(f"{place}: --apply-chat-template failed: {error}") from error
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: --apply-chat-template made a {type(text).__name__}; needed is text")
+    return text
 
 
 def _prompt_limit(args: Any) -> int | None:
@@ -296,7 +299,8 @@ def _split_by_length(
     overlong: dict[int, int] = {}
     for first in range(0, len(texts), TOKENIZE_AT_ONCE):
         part = texts[first : first + TOKENIZE_AT_ONCE]
-        encoded = tokenizer([text for _, text in part], add_special_tokens=False)["input_ids"]
+        # verbose: the tokenizer would warn of the length of prompts that are left out here
+        encoded = tokenizer([text for _, text in part], add_special_tokens=False, verbose=False)["input_ids"]
         overlong |= {i: len(ids) for (i, _), ids in zip(part, encoded, strict=True) if len(ids) > limit}
     kept = [s for i, s in enumerate(samples) if i not in overlong]
     return kept, [(places[i], length) for i, length in overlong.items()]

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.config.hooks import load_by_path
-from slime.config.rewards import WITHOUT_LABEL
+from slime.config.rewards import label_fault
 from slime.rollout.rm_hub.answers import as_labels, exact_match, f1_score, final_answer
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
@@ -46,8 +46,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
         response, rm_type = extract_answer(response) or "", rm_type.removeprefix("boxed_")
     if rm_type not in RM_TYPES:
         raise ValueError(f"--rm-type {rm_type!r} is unknown; built in are {', '.join(RM_TYPES)}")
-    if sample.label is None and rm_type not in WITHOUT_LABEL:
-        raise ValueError(f"--rm-type {rm_type} needs a label, and sample {sample.index} has none (--label-key)")
+    if (fault := label_fault(rm_type, sample.label)) is not None:
+        raise ValueError(f"--rm-type {rm_type} {fault}: sample {sample.index}")
     return await RM_TYPES[rm_type](args, sample, response)
 
 
