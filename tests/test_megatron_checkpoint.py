@@ -77,6 +77,18 @@ def test_resume_with_experts_over_other_ranks(tmp_path):
     assert_same_end(train(1, args.replace(load=folder), ROLLOUTS[2:]), train(1, args, ROLLOUTS), rtol=1e-5)
 
 
+def test_resume_before_the_first_update(model, tmp_path):
+    """Nothing was trained, so the step is zero; with an optimizer that is not sharded."""
+    folder = str(tmp_path / "ckpt")
+    args = make_args(model, use_distributed_optimizer=False, load=folder)
+    masked = {**ROLLOUTS[0], "loss_masks": [mask * 0 for mask in ROLLOUTS[0]["loss_masks"]]}
+    train(1, args.replace(save=folder), [masked])
+    run, whole = train(1, args, ROLLOUTS[1:2]), train(1, args.replace(load=None), ROLLOUTS[1:2])
+    assert run[0].start_rollout_id == 1
+    for name, tensor in whole[2].items():
+        np.testing.assert_array_equal(run[2][name], tensor, err_msg=name)
+
+
 def test_resume_from_a_background_save(model, tmp_path):
     """Training changes the weights while they are being written; the checkpoint has those of its step."""
     args = make_args(model, **SCHEDULE, async_save=True, params_dtype="bfloat16")

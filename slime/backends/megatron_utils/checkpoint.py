@@ -250,6 +250,8 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], written: list[dict[s
         if param_state is not None and part.optimizer is not None:
             groups = [_written_group(written, group) for group in part.optimizer.param_groups]
             state = {**written[0], "optimizer": {**written[0]["optimizer"], "param_groups": groups}}
+        elif param_state is None:  # not sharded: Megatron leaves a step of zero out, as of a run that has made none
+            state.get("optimizer", state)["state"].setdefault("common_step", torch.zeros(()))
         part.load_state_dict(state)
         of_params = list(part.optimizer.state.values()) if part.optimizer is not None else []
         steps = [s.pop("step") if isinstance(s.get("step"), torch.Tensor) else None for s in of_params]
