@@ -97,6 +97,17 @@ def look_at_log_probs(args, rollout_id, rollout_data):
     assert len(rollout_data["log_probs"]) == len(rollout_data["tokens"]) == len(rollout_data["turn"])
 
 
+def same_weights_everywhere(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    """A hook before each step: data-parallel ranks see the same weights, whole."""
+    import torch.distributed as dist
+
+    mine = [parameter.detach().clone() for parameter in model[0].parameters()]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for other in everyone:
+        assert all(map(torch.equal, mine, other)), f"step {step_id}"
+
+
 def custom_loss(args, batch, logits, sum_of_sample_mean):
     """Plain policy gradient from logits by the public function; counts samples whose user field came along."""
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy

@@ -13,7 +13,14 @@ LAYOUTS = {
         2,
         dict(use_distributed_optimizer=False, use_dynamic_batch_size=False, micro_batch_size=2),
     ),
-    "dp2, overlapped": (2, dict(overlap_grad_reduce=True, overlap_param_gather=True)),
+    "dp2, overlapped": (
+        2,
+        dict(
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            custom_megatron_before_train_step_hook_path="megatron_runs.same_weights_everywhere",
+        ),
+    ),
     "tp2 pp2 sp": (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
     "one micro-batch": (1, dict(max_tokens_per_gpu=10_000)),
     "more tokens without gradient": (1, dict(log_probs_max_tokens_per_gpu=100)),
