@@ -169,9 +169,14 @@ def test_rope_scaling_that_is_not_built_is_named():
     [
         ({}, dict(tensor_model_parallel_size=4), "num_attention_heads 6"),
         ({"intermediate_size": 53}, dict(tensor_model_parallel_size=2), "intermediate_size 53"),
+        (
+            dict(model_type="qwen2_moe", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=4,
+                 shared_expert_intermediate_size=5),
+            dict(tensor_model_parallel_size=2), "the 5 of the experts of all tokens",
+        ),
         ({}, dict(pipeline_model_parallel_size=4), "6 layers"),
     ],
-)
+)  # fmt: skip
 def test_impossible_layouts_are_named(config, flags, message):
     with pytest.raises(ConfigError, match=message):
         check_layout(make_args("", **flags), parse_hf_config(CONFIG | config))

@@ -93,6 +93,8 @@ def cut_faults(args: Args, hf: HFConfig) -> Iterator[str]:
         yield f"{of_tp} does not divide the model's intermediate_size {hf.intermediate_size} {where}"
     if hf.moe_layers and (hf.moe_intermediate_size or 0) % etp:
         yield f"--expert-tensor-parallel-size {etp} does not divide the experts' {hf.moe_intermediate_size} {where}"
+    if hf.moe_layers and (hf.shared_intermediate_size or 0) % tp:
+        yield f"{of_tp} does not divide the {hf.shared_intermediate_size} of the experts of all tokens {where}"
     if hf.num_layers % pp:
         yield f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers"
     if cp > 1 and args.allgather_cp and hf.latent:
