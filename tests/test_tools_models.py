@@ -95,6 +95,8 @@ def test_addition_data(tmp_path, capsys):
     assert make_addition_data.main([str(tmp_path)]) == 0
     assert "already there" in capsys.readouterr().out
     assert make_addition_data.main([str(tmp_path), "--sft-sums", "3100"]) == 2
+    assert make_addition_data.main([str(tmp_path), "--copies", "0"]) == 2
+    assert make_addition_data.main([str(tmp_path / "rl.jsonl")]) == 2  # a file
     assert "leave some of the 3240" in capsys.readouterr().err
 
 

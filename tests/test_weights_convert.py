@@ -187,6 +187,8 @@ def test_bad_weights_are_one_clear_message(tmp_path, capsys, damage, words):
     [
         (["--to", "megatron", "--input", "{tmp}/none", "--output", "{tmp}/o"], "no such folder"),
         (["--to", "megatron", "--input", "{m}", "--output", "{m}"], "is not empty"),
+        (["--to", "megatron", "--input", "{m}", "--output", "{m}/config.json"], "is a file"),
+        (["--to", "megatron", "--input", "{tmp}", "--output", "{tmp}/o"], "--input {tmp}: there is no config.json"),
         (["--to", "megatron", "--input", "{m}", "--dry-run", "--tp", "3"], "do not divide into 3 equal parts"),
         (["--to", "megatron", "--input", "{m}", "--dry-run", "--pp", "2"], "2 does not divide the model's 1 layers"),
         (["--to", "megatron", "--input", "{m}", "--dry-run", "--ep", "2"], "the model has no experts"),
@@ -198,7 +200,7 @@ def test_bad_arguments_are_one_clear_line(tmp_path, capsys, words, message):
     folder = model_folder(tmp_path / "m", "llama", tied=False, num_layers=1)
     assert tool(*(word.format(tmp=tmp_path, m=folder) for word in words)) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("convert_hf: error: ") and message in error
+    assert error.startswith("convert_hf: error: ") and message.format(tmp=tmp_path) in error
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):

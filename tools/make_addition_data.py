@@ -38,7 +38,11 @@ class AdditionData:
 
     def check(self) -> None:
         total = len(all_sums())
-        if min(self.sft_sums, self.eval_sums, self.copies) < 1 or self.sft_sums + self.eval_sums >= total:
+        if self.copies < 1 or self.plain_copies < 0:
+            raise ValueError(
+                f"--copies {self.copies} must be at least 1, --plain-copies {self.plain_copies} at least 0"
+            )
+        if min(self.sft_sums, self.eval_sums) < 1 or self.sft_sums + self.eval_sums >= total:
             raise ValueError(
                 f"--sft-sums {self.sft_sums} and --eval-sums {self.eval_sums} must be positive and leave some of the "
                 f"{total} sums for rl.jsonl"
@@ -106,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     out = values.pop("out")
     try:
         made = make_addition_data(out, AdditionData(**values))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"make_addition_data: {error}", file=sys.stderr)
         return 2
     print(f"{out}: {'made' if made else 'already there, same settings'}")

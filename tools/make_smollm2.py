@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         made = make_smollm2(options.out, options.gguf)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"make_smollm2: {error}", file=sys.stderr)
         return 2
     print(f"{options.out}: {'made' if made else 'already there'}")

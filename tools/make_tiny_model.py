@@ -272,9 +272,12 @@ def main(argv: list[str] | None = None) -> int:
             parser.add_argument(flag, type=type(field.default), default=field.default, choices=choices)
     values = vars(parser.parse_args(argv))
     out = values.pop("out")
+    low = next((name for name, value in values.items() if type(value) is int and value < 1 and name != "seed"), None)
+    if low is not None:
+        parser.error(f"--{low.replace('_', '-')} {values[low]}: it must be at least 1")
     try:
         made = make_tiny_model(out, TinyModel(**values))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"make_tiny_model: {error}", file=sys.stderr)
         return 2
     print(f"{out}: {'made' if made else 'already there, same settings'}")

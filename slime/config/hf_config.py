@@ -118,17 +118,18 @@ _WINDOW_BY_DEFAULT = {"mistral": 4096, "gpt_oss": 128}
 _EXPERTS_OF_FULL_SIZE = {"mixtral", "gpt_oss"}  # intermediate_size is an expert's
 
 
-def load_hf_config(folder: str | Path) -> HFConfig:
-    """Reads `folder/config.json`. Raises ConfigError when the folder, the file or a needed key is missing."""
+def load_hf_config(folder: str | Path, flag: str = "--hf-checkpoint") -> HFConfig:
+    """Reads `folder/config.json`; `flag` is the one that names the folder.
+
+    Raises ConfigError when the folder, the file or a needed key is missing.
+    """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"--hf-checkpoint {folder}: no such folder; give a Hugging Face folder with config.json and *.safetensors"
+            f"{flag} {folder}: no such folder; give a Hugging Face folder with config.json and *.safetensors"
         )
     if not path.is_file():
-        raise ConfigError(
-            f"--hf-checkpoint {folder}: there is no config.json in it, so it is not a Hugging Face model folder"
-        )
+        raise ConfigError(f"{flag} {folder}: there is no config.json in it, so it is not a Hugging Face model folder")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # bad UTF-8 too

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         path = plot_run(parser.parse_args(argv).run)
     except FileNotFoundError as error:
-        print(f"plots: {error}", file=sys.stderr)
+        print(f"plot: {error}", file=sys.stderr)
         return 2
     print(path or "nothing to draw yet")
     return 0

@@ -58,7 +58,7 @@ class Job:
 
 def convert_to_megatron(job: Job, say: Callable[[str], None]) -> None:
     """Raises ConfigError for input that cannot become a checkpoint, and then leaves nothing that looks like one."""
-    hf = load_hf_config(job.hf_folder)
+    hf = load_hf_config(job.hf_folder, "--input")
     if faults := "; ".join(_layout_faults(job, hf)):
         raise ConfigError(faults)
     table, folder = model_table(hf), HFFolder(job.input)
@@ -179,6 +179,8 @@ def _summary(table: WeightTable, layout: to_hf.Layout) -> list[str]:
 
 def _new_output(job: Job) -> Path:
     assert job.output is not None
+    if job.output.is_file():
+        raise ConfigError(f"--output {job.output}: is a file; give a folder to make")
     if job.output.exists() and any(not path.name.startswith(".partial") for path in job.output.iterdir()):
         raise ConfigError(f"--output {job.output}: is not empty; choose another folder or remove it")
     return job.output
