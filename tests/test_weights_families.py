@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from test_weights_megatron import TOKENS, assert_same_tensors, build, make_args, model_folder
 
 from slime.config.errors import ConfigError
@@ -36,7 +37,15 @@ def reference_logits(folder):
 
 
 def folders(tmp_path, families):
-    return [model_folder(tmp_path / family, family, False, num_layers=3, num_experts=4) for family in families]
+    """Small models whose norms differ: with ones in all of them it would not show which is which."""
+    found = [model_folder(tmp_path / family, family, False, num_layers=3, num_experts=4) for family in families]
+    generator = torch.Generator().manual_seed(0)
+    for file in (folder / "model.safetensors" for folder in found):
+        tensors = load_file(file)
+        for name in sorted(name for name in tensors if "norm" in name):
+            tensors[name] *= 1 + 0.3 * torch.randn(tensors[name].shape, generator=generator)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return found
 
 
 def check(cases, shards):
