@@ -98,6 +98,9 @@ def test_unknown_yaml_key_and_broken_yaml(tmp_path):
         ("lr:\n  peak: 1\n", "is a dict; needed: FLOAT"),
         ("colocate: 'false'\n", "needed: true or false"),
         ("lr: fast\n", "invalid float value: 'fast'"),
+        ("rollout_stop: [a, null]\n", "rollout_stop: None is a NoneType; needed are texts or numbers"),
+        ("rollout_stop: [yes]\n", "rollout_stop: True is a bool"),
+        ("rollout_stop: [a, --b]\n", "begins with a dash can be given alone only"),
         ("bf16: true\n", "unknown key 'bf16': give --params-dtype bfloat16"),
         ("lr: [\n", "cannot be read"),
         (b"lr: \xff\n", "cannot be read"),
@@ -118,6 +121,9 @@ def test_a_file_of_flags_may_be_empty_and_say_off_without_quotes(tmp_path):
     args = parse_args(["--config", str(file)])
     assert (args.progress, args.rounding_profile, args.colocate) == ("off", "off", True)
     assert args.apply_chat_template_kwargs == {"a": 1}
+    file.write_text("sglang_enable_metrics: false\nno_rollout_shuffle: false\nrollout_stop: ['---']\n")
+    args = parse_args(["--config", str(file)])
+    assert (args.sglang, args.rollout_shuffle, args.rollout_stop) == ({"enable_metrics": "false"}, True, ["---"])
 
 
 def test_no_flag_that_is_there_has_advice_against_it():

@@ -148,12 +148,31 @@ def _yaml_to_argv(data: dict[str, Any], path: str, parser: argparse.ArgumentPars
                 raise ConfigError(f"--config {path}: {other!r} and {name!r} are the same flag; choose one")
             value = _yaml_value(name, value, actions[flag], path)
         if isinstance(value, bool):
-            out.append(flag if value else "--no-" + flag[2:])
+            out.append(flag if value else f"{flag}=false" if passed else _negated(flag))
         elif isinstance(value, list):
-            out += [flag, *map(str, value)]
+            out += _yaml_list(flag, name, value, path)
         else:
             out.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
     return out
+
+
+def _negated(flag: str) -> str:
+    return "--" + flag[5:] if flag.startswith("--no-") else "--no-" + flag[2:]
+
+
+def _yaml_list(flag: str, name: str, values: list[Any], path: str) -> list[str]:
+    """Words of a flag that takes several values."""
+    for wrong in (v for v in values if isinstance(v, bool) or not isinstance(v, (str, int, float))):
+        raise ConfigError(
+            f"--config {path}: {name}: {wrong!r} is a {type(wrong).__name__}; needed are texts or numbers (yes, no, "
+            "on, off and null need quotes)"
+        )
+    words = [str(value) for value in values]
+    if any(_is_flag(word) for word in words):
+        if len(words) == 1:
+            return [f"{flag}={words[0]}"]
+        raise ConfigError(f"--config {path}: {name}: a value that begins with a dash can be given alone only")
+    return [flag, *words]
 
 
 def _yaml_value(name: str, value: Any, action: argparse.Action, path: str) -> Any:
