@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime.config.architecture import disagreements
 from slime.config.args import Args
+from slime.config.critic import uses_critic
 from slime.config.engine_options import (
     RESERVED_ROUTER,
     RESERVED_SERVER,
@@ -85,7 +86,16 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
     if args.update_weight_mode == "tensor" and not args.colocate:
         yield "--update-weight-mode tensor hands over memory of one device: it needs --colocate; leave it out"
     if args.sequence_parallel and tp == 1:
-        yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more"
+        yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; leave it out, or give --no-sequence-parallel"
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        yield "--overlap-param-gather needs --overlap-grad-reduce and --use-distributed-optimizer"
+    for name in ("actor_num_gpus_per_node", "critic_num_gpus_per_node"):
+        used = name.startswith("actor") or uses_critic(args)
+        if args.device == "cuda" and used and getattr(args, name) > args.num_gpus_per_node:
+            yield (
+                f"{flag_of(name)} {getattr(args, name)} is more than a node has (--num-gpus-per-node {args.num_gpus_per_node}); "
+                "give more nodes, or what yours have"
+            )
     if args.device == "cpu" and args.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine runs on CUDA only, and the trainer is on CPU cores here; use auto or local"
     if args.allgather_cp and cp == 1:
@@ -102,6 +112,12 @@ def _engines_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
         yield (
             f"{where} is quantised: engines would keep quantised weights, which the trainer's do not fit; write it in "
             "bfloat16 once with tools/convert_hf.py (--to megatron, then --to hf)"
+        )
+    engine_tp = args.rollout_num_gpus_per_engine
+    if hf.num_attention_heads % engine_tp and "enable_dp_attention" not in args.sglang:
+        yield (
+            f"--rollout-num-gpus-per-engine {engine_tp} does not divide the model's num_attention_heads "
+            f"{hf.num_attention_heads} ({args.hf_checkpoint}/config.json)"
         )
     if hf.model_type in ("qwen2_moe", "qwen3_moe") and hf.dense_layers:
         yield (
