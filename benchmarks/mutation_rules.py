@@ -33,6 +33,8 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
     "slime/utils/ppo_utils.py": ([FORMULAS, VOCAB], []),
     "slime/utils/vocab_parallel.py": ([VOCAB, LOSS], [VOCAB_RANKS]),
     "slime/utils/vocab_shard.py": ([VOCAB, LOSS], [VOCAB_RANKS]),
+    "slime/utils/distillation.py": ([DISTILLATION], []),
+    "slime/models/rows.py": (["tests/test_weights_algebra.py"], []),
     "slime/data/schedule.py": ([SCHEDULE, LOSS], []),
     "slime/data/batch.py": ([BATCH], []),
     "slime/backends/megatron_utils/advantages.py": ([LOSS], []),

@@ -134,3 +134,12 @@ def test_what_is_missing_is_named():
     del data["teacher_topk_indices"]
     with pytest.raises(ValueError, match="the batch has no teacher_topk_indices.*--distill-topk"):
         run(base_args(opd_kl_coef=0.3, distill_topk=3), data)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_row_that_is_not_trained_becomes_k_equal_tokens_of_half_the_mass(k):
+    rows = torch.full((2, k), -7.0, requires_grad=True)
+    chosen = select_rows(rows, torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(chosen.exp().sum(1), torch.tensor([k * math.exp(-7.0), 0.5]))
+    chosen.sum().backward()
+    assert rows.grad.tolist() == [[1.0] * k, [0.0] * k]

@@ -14,7 +14,23 @@ from slime.config.hf_config import parse_hf_config
 from slime.models import HFFolder, check_folder, families, model_table
 from slime.models.hf_files import SafetensorsWriter, plan_files, row_reader
 from slime.models.live import Stacks
-from slime.models.rows import PADDING, EveryOther, Form, Halves, Interleave, Pad, fill, join, merge, size, split
+from slime.models.rows import (
+    PADDING,
+    EveryOther,
+    Form,
+    Halves,
+    Interleave,
+    Pad,
+    Pieces,
+    Run,
+    Stack,
+    fill,
+    join,
+    merge,
+    size,
+    split,
+    take,
+)
 
 FAMILIES = sorted(families.FAMILIES)
 
@@ -326,3 +342,24 @@ def test_streamed_files_are_what_safetensors_writes(tmp_path):
     writer = SafetensorsWriter(tmp_path / "w.safetensors", {"x": (5, 3)}, dtypes)
     with pytest.raises(ValueError, match=r"x \[3, 5\] came where x \[5, 3\] was planned"):
         writer.add("x", tensors["x"].T)
+
+
+def test_taken_rows_are_those_of_the_whole():
+    """Any stretch of runs with and without steps, one by one; no run is empty."""
+    rows = (Run(0, 3, 7), Run(1, 1, 10, 3), Run(PADDING, 0, 2))
+
+    def one_by_one(runs):
+        return [(run.source, place) for run in runs for place in range(run.start, run.stop, run.step)]
+
+    whole = one_by_one(rows)
+    for start in range(len(whole)):
+        for count in range(len(whole) - start + 1):
+            taken = take(rows, start, count)
+            assert one_by_one(taken) == whole[start : start + count] and all(len(run) for run in taken)
+
+
+def test_a_stack_of_experts_lies_as_its_pieces_do():
+    slabs = torch.arange(24.0).reshape(2, 3, 4)
+    pieces = tuple(Pieces((slab[:1], slab[1:])) for slab in slabs)
+    assert torch.equal(Stack(pieces).whole(), slabs)
+    assert torch.equal(Stack(pieces, transposed=True).whole(), slabs.mT)
