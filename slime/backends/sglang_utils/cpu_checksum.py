@@ -7,7 +7,7 @@ first sync would stop the run.
 
 import pkgutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,24 +23,26 @@ class Digests:
     """Of the tensors that SGLang is about to ask for."""
 
     def __init__(self) -> None:
-        self._begun: dict[tuple[int, int], Future[str]] = {}  # by address and size
+        self._known: dict[tuple[int, int], str] = {}
 
     def all(self, usual: Callable[..., Any], checker: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `WeightChecker._compute_checksum`, which asks for one tensor after the other."""
+        tensors = {_place(tensor): tensor for _, tensor in checker._model_state()}
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for _, tensor in checker._model_state():
-                key = tensor.data_ptr(), tensor.nbytes
-                if key not in self._begun:
-                    self._begun[key] = pool.submit(hash_tensor, tensor)
-            try:
-                return usual(checker, *args, **kwargs)
-            finally:
-                self._begun.clear()
+            self._known = dict(zip(tensors, pool.map(hash_tensor, tensors.values()), strict=True))
+        try:
+            return usual(checker, *args, **kwargs)
+        finally:
+            self._known.clear()
 
     def one(self, tensor: torch.Tensor) -> str:
         """Instead of `_hash_tensor`. What SGLang made only now, as dequantised weights, is hashed now."""
-        begun = self._begun.get((tensor.data_ptr(), tensor.nbytes))
-        return hash_tensor(tensor) if begun is None else begun.result()
+        return self._known.get(_place(tensor)) or hash_tensor(tensor)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and size in bytes."""
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:

@@ -31,19 +31,16 @@ class Bucket:
 
 
 Space = Callable[[int], torch.Tensor]
-Written = Callable[[str, torch.Tensor], None]
 
 
 def make_buckets(
-    weights: Iterable[tuple[str, Pieces | Stack]], max_bytes: int, space: Space | None = None,
-    written: Written | None = None,
-) -> Iterator[Bucket]:  # fmt: skip
+    weights: Iterable[tuple[str, Pieces | Stack]], max_bytes: int, space: Space | None = None
+) -> Iterator[Bucket]:
     """Buckets of at most `max_bytes`, one dtype each, so that every tensor starts aligned; a larger one goes alone.
 
     Engines load bucket by bucket, and of two tensors that they load as one (`_FIRST_HALF`) they would drop each that
     comes without the other: the two stay together, if need be in a larger bucket. space(n): where to put a bucket of n
-    bytes (uint8 [n]); None: new memory for each. written(name, tensor): called with each tensor of a bucket as soon as
-    it is in place, while a CPU still has it in its cache.
+    bytes (uint8 [n]); None: new memory for each.
     """
     batch: list[tuple[str, Pieces | Stack]] = []
     used = 0
@@ -51,7 +48,7 @@ def make_buckets(
     for name, pieces in weights:
         full = used + pieces.nbytes > max_bytes and not halves
         if batch and (full or pieces.dtype != batch[0][1].dtype):
-            yield _pack(batch, space, written, last=False)
+            yield _pack(batch, space, last=False)
             batch, used = [], 0
         batch.append((name, pieces))
         used += pieces.nbytes
@@ -59,19 +56,17 @@ def make_buckets(
             halves.add(name.removesuffix(_FIRST_HALF))
         halves.discard(name.removesuffix(_SECOND_HALF))
     if batch:
-        yield _pack(batch, space, written, last=True)
+        yield _pack(batch, space, last=True)
 
 
-def _pack(batch: list[tuple[str, Pieces | Stack]], space: Space | None, written: Written | None, last: bool) -> Bucket:
+def _pack(batch: list[tuple[str, Pieces | Stack]], space: Space | None, last: bool) -> Bucket:
     """Copies the tensors, which are then safe from later changes of the model."""
     first = batch[0][1]
     data = space(sum(p.nbytes for _, p in batch)) if space else None
     names, shapes = [name for name, _ in batch], [list(pieces.shape) for _, pieces in batch]
     bucket = empty_bucket(names, [dtype_name(first.dtype)] * len(batch), shapes, first.device, data, last=last)
-    for view, (name, pieces) in zip(bucket.tensors, batch, strict=True):
+    for view, (_, pieces) in zip(bucket.tensors, batch, strict=True):
         pieces.write(view)
-        if written is not None:
-            written(name, view)
     return bucket
 
 

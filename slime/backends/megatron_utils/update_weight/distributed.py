@@ -63,13 +63,14 @@ class DistributedSender:
     def _send(self, weights: Any, version: int, sent: Sent) -> None:
         requests: list[Any] = []
         space = self._space if device.current_device().type == "cpu" else None
-        for bucket in make_buckets(weights, self._args.update_weight_buffer_size, space, sent.add):
+        for bucket in make_buckets(weights, self._args.update_weight_buffer_size, space):
             group = self._group
             assert group is not None, "only the source of a stage receives weights, and it has joined a group"
             group.finish(requests)  # engines load one bucket while we gather the next
             final = str(version) if bucket.last and self._is_last else None
             requests = [background(self._receive, client, bucket, group.name, final) for client in group.clients]
-            group.broadcast(bucket.data, requests)
+            # Digests take a core that is idle then: the broadcast takes one in the engine and half of one here.
+            group.broadcast(bucket.data, requests, lambda sending=bucket: sent.add(sending))
         if self._group is not None:
             self._group.finish(requests)
 

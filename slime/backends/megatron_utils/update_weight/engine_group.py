@@ -51,8 +51,11 @@ class EngineGroup:
     def _join(self, client: EngineClient, host: str, port: int, offset: int, size: int, backend: str) -> None:
         client.init_weights_update_group(host, port, offset, size, self.name, backend, timeout=CONNECT_SECONDS)
 
-    def broadcast(self, data: torch.Tensor, requests: Sequence["Future[Any]"]) -> None:
-        """Sends `data` to all engine ranks. requests: the HTTP calls that make the engines receive it.
+    def broadcast(
+        self, data: torch.Tensor, requests: Sequence["Future[Any]"], meanwhile: Callable[[], None]
+    ) -> None:
+        """Sends `data` to all engine ranks. requests: the HTTP calls that make the engines receive it. meanwhile: work
+        that is done while it is sent.
 
         Raises what a request raises, at once, or WeightSyncError when the broadcast fails or takes too long. The group
         is of no use after that: `abort` it.
@@ -63,12 +66,13 @@ class EngineGroup:
             options.asyncOp = True
         self._work = self._group.broadcast([data], options)
         started, pause = time.monotonic(), 1e-4
+        meanwhile()
         while not self._work.is_completed():
             _raise_first(requests)
             if time.monotonic() - started > self._timeout:
                 raise WeightSyncError(f"engines did not receive a bucket within {self._timeout:g} s")
             time.sleep(pause)
-            pause = min(pause * 1.2, 5e-3)
+            pause = min(pause * 1.2, 1e-3)
         try:
             self._work.wait()
         except RuntimeError as error:

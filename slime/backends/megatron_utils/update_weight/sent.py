@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
-
+from slime.backends.megatron_utils.update_weight.bucket import Bucket
 from slime.backends.sglang_utils.checksum import EngineDigests
 
 Digests = list[dict[str, str]]  # by engine rank
@@ -25,12 +24,13 @@ class Sent:
         self._predictions = predictions
         self._tensors = self._bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """One full tensor, in the memory that it is sent from."""
-        self._tensors += 1
-        self._bytes += tensor.nbytes
+    def add(self, bucket: Bucket) -> None:
+        """Its full tensors, in the memory that they are sent from. On CPU it may change afterwards."""
+        self._tensors += len(bucket.tensors)
+        self._bytes += bucket.data.nbytes
         for prediction in self._predictions.values():
-            prediction.add(name, tensor)
+            for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
+                prediction.add(name, tensor)
 
     def finish(self) -> SentTotals:
         digests = {tp_size: prediction.finish() for tp_size, prediction in self._predictions.items()}

@@ -126,7 +126,11 @@ def _gather(batches: Iterator[list[tuple[str, Pieces | Stack]]], sent: Sent) -> 
     """(whether a batch came, the batch in one bucket). A batch is empty where another rank is the source, and where it
     holds only experts of a tensor whose others come later."""
     batch = next(batches, None)
-    return batch is not None, next(make_buckets(batch, 1 << 62, written=sent.add)) if batch else None
+    if not batch:
+        return batch is not None, None
+    bucket = next(make_buckets(batch, 1 << 62))
+    sent.add(bucket)
+    return True, bucket
 
 
 class _Handle:
