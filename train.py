@@ -116,7 +116,7 @@ def sync_weights(trainer: Any, manager: Any, version: int) -> Any:
             break
         except Exception:
             # An engine that died meanwhile is restarted, and the update starts again; anything else is an error.
-            if not (tries_left and ray.get(manager.repair.remote(version))):
+            if not (tries_left and ray.get(manager.repair.remote())):
                 raise
     ray.get(manager.end_sync.remote(version))
     return receipt

@@ -170,7 +170,7 @@ def test_tp2_pp2_with_a_real_engine_then_resume_and_interrupt(folder):
 
 
 @pytest.mark.timeout(900)
-def test_an_engine_of_two_ranks_is_killed_and_comes_back_and_a_reward_that_raises_stops_the_run(folder):
+def test_a_killed_engine_of_two_ranks_and_a_killed_router_come_back_and_a_reward_that_raises_stops_the_run(folder):
     run = Run(
         folder, "--num-rollout", "1000", "--run-dir", "killed", "--rollout-health-check-interval", "2",
         "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--custom-rm-path",
@@ -189,6 +189,9 @@ def test_an_engine_of_two_ranks_is_killed_and_comes_back_and_a_reward_that_raise
     assert all(s["rollout/samples"] == 12 for s in steps)
     assert all(s["train/logprob_gap_max"] < 1e-4 for s in steps)  # after the restart too: it had the weights
     assert all(s["sync/verified"] == 1 for s in steps)  # digests of both ranks, of an untied model with padding
+    (router,) = [p for p in run.descendants() if p.name() == "sglang::router"]
+    router.kill()
+    run.wait_for("the router takes requests again")
     last = (folder / "killed" / "samples" / f"step_{done + 2:06d}.jsonl").read_text().splitlines()
     assert {v for line in last for v in json.loads(line)["versions"]} == {str(done + 2)}
     shared = run.shared_memory()

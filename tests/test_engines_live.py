@@ -119,7 +119,7 @@ def test_router_sends_to_a_registered_engine(tiny_engine, tiny_engine_args, clie
     router = SGLangRouter(tiny_engine_args.replace(router={"policy": "round_robin"}))
     router.start()
     try:
-        router.add_worker(tiny_engine.url)
+        router.add(tiny_engine.url)
         with EngineClient(router.url) as through, router.client() as workers:
             assert workers.workers() == {tiny_engine.url: True}
             assert greedy(through, [3, 4, 5], 5)["output_ids"] == greedy(client, [3, 4, 5], 5)["output_ids"]
@@ -128,6 +128,17 @@ def test_router_sends_to_a_registered_engine(tiny_engine, tiny_engine_args, clie
             workers.remove(tiny_engine.url)
             assert tiny_engine.url not in workers.workers()
             workers.remove(tiny_engine.url)  # not there: nothing to do
+        url = router.url
+        psutil.Process(router.pids()[-1]).kill()
+        wait_until_dead = time.monotonic() + 30
+        while router.is_alive():
+            assert time.monotonic() < wait_until_dead
+            time.sleep(0.05)
+        assert "router ended with status" in router.failure()
+        router.restart()
+        router.add(tiny_engine.url)
+        with EngineClient(url) as through:
+            assert greedy(through, [3, 4, 5], 5)["output_ids"] == greedy(client, [3, 4, 5], 5)["output_ids"]
         pids = router.pids()
     finally:
         router.stop()

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from slime.backends.sglang_utils.client import EngineEndpoint, EngineError
 from slime.backends.sglang_utils.monitor import EngineLost, EngineMonitor
 from slime.config import Args
+from slime.ray.fleet import EngineFleet
 from slime.ray.rollout_manager import _RolloutManager
 
 
@@ -39,9 +41,19 @@ class BreakableEngine:
         return self.endpoint()
 
 
-class WorkerList:
+class BreakableRouter:
     def __init__(self, log):
-        self.log = log
+        self.log, self.running = log, True
+
+    def is_alive(self):
+        return self.running
+
+    def failure(self):
+        return "router ended with status -9"
+
+    def restart(self):
+        self.log.append("router")
+        self.running = True
 
     def add(self, url):
         self.log.append(("add", url))
@@ -59,7 +71,8 @@ def wait_for(condition):
 
 @pytest.fixture
 def watch():
-    """Starts a monitor over two engines: returns (engines, log, monitor)."""
+    """Starts a monitor over two engines: returns (engines, log, monitor). on_restarted(index, endpoint): does what the
+    monitor asks for; None and True: the engine has the weights then."""
     monitors = []
 
     def start(on_restarted=None, **flags):
@@ -69,10 +82,9 @@ def watch():
 
         def give_weights(index, endpoint):
             log.append(("weights", endpoint.url))
-            if on_restarted:
-                on_restarted(index, endpoint)
+            return on_restarted is None or on_restarted(index, endpoint) in (None, True)
 
-        monitor = EngineMonitor(engines, WorkerList(log), Args(**flags), give_weights, alive_interval=0.005)
+        monitor = EngineMonitor(engines, BreakableRouter(log), Args(**flags), give_weights, alive_interval=0.005)
         monitor.start()
         monitors.append(monitor)
         return engines, log, monitor
@@ -160,6 +172,83 @@ def test_weights_that_do_not_arrive_stop_the_run_and_the_engine_stays_out(watch)
         monitor.raise_if_lost()
 
 
+def test_an_engine_waits_for_weights_that_nobody_can_give_now(watch):
+    answers = [False, False, True]
+    engines, log, _ = watch(lambda index, endpoint: answers.pop(0))
+    engines[1].running = False
+    wait_for(lambda: ("add", "http://engine1.1") in log)
+    assert log == [*RECOVERY[:3], *RECOVERY[2:3] * 2, RECOVERY[3]]
+
+
+def test_a_weight_update_to_all_engines_is_as_good(watch):
+    engines, log, monitor = watch(lambda index, endpoint: False)
+    engines[1].running = False
+    wait_for(lambda: len(log) >= 3)
+    monitor.pause()
+    assert ("add", "http://engine1.1") not in log
+    monitor.resume()  # an update that failed
+    seen = len(log)
+    wait_for(lambda: len(log) > seen)
+    assert ("add", "http://engine1.1") not in log
+    monitor.pause()
+    monitor.resume(updated=True)
+    wait_for(lambda: ("add", "http://engine1.1") in log)
+    assert log == [*RECOVERY[:2], *RECOVERY[2:3] * (len(log) - 3), RECOVERY[3]]
+
+
+def test_trainer_ranks_are_lent_to_the_monitor_only_while_the_driver_waits():
+    fleet = EngineFleet(Args(), SimpleNamespace(engine_tp=1, num_engines=0), [])
+    calls = []
+
+    class Rank:
+        class call:
+            @staticmethod
+            def remote(name, value):
+                calls.append(name)
+
+    endpoint = EngineEndpoint("http://engine0.1")
+    assert fleet._give_weights(0, endpoint)  # a run without a trainer: the folder's weights are right
+    fleet._train_ranks = [Rank]
+    assert not fleet._give_weights(0, endpoint) and calls == []
+    with fleet.lend_ranks():
+        fleet._ranks_lent.acquire()  # as the monitor does, to give weights
+        ended = threading.Thread(target=lambda: None)
+        lent = threading.Thread(target=lambda: (ended.start(), fleet._ranks_lent.acquire()))
+        lent.start()
+        ended.join(30)
+        assert lent.is_alive()  # the rollout has ended, and the driver must not go on yet
+        fleet._ranks_lent.release()
+        lent.join(30)
+        assert not lent.is_alive() and not fleet._give_weights(0, endpoint) and calls == []
+        fleet._ranks_lent.release()
+
+
+def test_a_dead_router_comes_back_with_the_engines_that_served(watch):
+    engines, log, monitor = watch(lambda index, endpoint: False)
+    engines[1].running = False
+    wait_for(lambda: len(log) >= 3)
+    monitor._router.running = False
+    wait_for(lambda: ("add", "http://engine0.0") in log)
+    assert log.count("router") == 1 and ("add", "http://engine1.1") not in log
+    monitor.raise_if_lost()
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"use_fault_tolerance": False}, "--no-use-fault-tolerance"),
+        ({"rollout_max_engine_restarts": 0}, "--rollout-max-engine-restarts"),
+    ],
+)
+def test_a_router_that_may_not_be_restarted_stops_the_run(watch, flags, why):
+    _, log, monitor = watch(**flags)
+    monitor._router.running = False
+    wait_for(lambda: monitor._lost is not None)
+    with pytest.raises(EngineLost, match=f"router ended with status -9\n.*{why}"):
+        monitor.raise_if_lost()
+    assert log == []
+
+
 def test_restarts_are_bounded(watch):
     engines, log, monitor = watch(rollout_max_engine_restarts=1)
     engines[1].running = False
@@ -182,8 +271,10 @@ def test_without_fault_tolerance_a_death_stops_the_run(watch):
     def requests_fail(args, rollout_id, data_source, evaluation=False):
         raise ConnectionError("gave up after 60 tries")
 
-    manager = object.__new__(_RolloutManager)  # the monitor stands for the fleet, which passes the call on
-    manager._args, manager._source, manager._fleet = Args(), None, monitor
+    manager = object.__new__(_RolloutManager)
+    manager._args, manager._source = Args(), None
+    manager._fleet = EngineFleet(Args(), SimpleNamespace(engine_tp=1, num_engines=0), [])
+    manager._fleet._monitor = monitor
     with pytest.raises(EngineLost, match="status 137"):
         manager._call(requests_fail, 0, evaluation=False)
     manager._fleet = None

@@ -1,6 +1,9 @@
 """`EngineFleet`: all engines and the router of a run, owned by the rollout manager."""
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -84,6 +87,8 @@ class EngineFleet:
         self._router: SGLangRouter | None = None
         self._monitor: EngineMonitor | None = None
         self._train_ranks: list[Any] = []
+        self._ranks_lent = threading.Lock()  # held while the driver may call the trainer's ranks
+        self._ranks_lent.acquire()
         self._released: set[str] = set()
         self.version = 0
 
@@ -109,19 +114,37 @@ class EngineFleet:
         """Opens the engines to requests and starts to watch them. train_ranks: who can give weights to a new one."""
         assert self._router is not None
         self._train_ranks = train_ranks
-        router = self._router.client()
         for endpoint in self.endpoints():
-            router.add(endpoint.url)
-        self._monitor = EngineMonitor(self.engines, router, self._args, self._give_weights)
+            self._router.add(endpoint.url)
+        self._monitor = EngineMonitor(self.engines, self._router, self._args, self._give_weights)
         self._monitor.start()
 
-    def _give_weights(self, index: int, endpoint: EngineEndpoint) -> None:
-        """A restarted engine holds the model folder's weights: give it the run's before it serves."""
-        alone = EngineEndpoint(endpoint.url, endpoint.tp_size, 1)
+    @contextlib.contextmanager
+    def lend_ranks(self) -> Iterator[None]:
+        """While the driver waits for us it calls no rank, so the monitor may, for a restarted engine's weights.
+
+        Both at once could reach two ranks in different orders, and each rank would wait in another collective call.
+        """
+        self._ranks_lent.release()
+        try:
+            yield
+        finally:
+            self._ranks_lent.acquire()
+
+    def _give_weights(self, index: int, endpoint: EngineEndpoint) -> bool:
+        """A restarted engine holds the model folder's weights: give it the run's before it serves. False: the ranks are
+        busy; the weight update after their step, or the next rollout, will do."""
         if not self._train_ranks:
-            return
-        ray.get([r.call.remote("connect_engines", [alone]) for r in self._train_ranks])
-        ray.get([r.call.remote("update_weights", self.version) for r in self._train_ranks])
+            return True
+        if not self._ranks_lent.acquire(blocking=False):
+            return False
+        try:
+            alone = EngineEndpoint(endpoint.url, endpoint.tp_size, 1)
+            ray.get([r.call.remote("connect_engines", [alone]) for r in self._train_ranks])
+            ray.get([r.call.remote("update_weights", self.version) for r in self._train_ranks])
+        finally:
+            self._ranks_lent.release()
+        return True
 
     def pause_watch(self) -> None:
         """No restarts from here on, as during a weight update; waits for one under way."""
@@ -130,12 +153,12 @@ class EngineFleet:
             self._monitor.pause()
             self._monitor.raise_if_lost()
 
-    def resume_watch(self) -> None:
+    def resume_watch(self, updated: bool = False) -> None:
         if self._monitor is not None:
-            self._monitor.resume()
+            self._monitor.resume(updated)
 
-    def repair(self, version: int, notice: float = 20.0) -> bool:
-        """After a weight update that failed: waits until engines that died are back, with these weights.
+    def repair(self, notice: float = 20.0) -> bool:
+        """After a weight update that failed: waits until engines that died are back, for the next try.
 
         False when none died within `notice` seconds (a server outlives its scheduler by a few): then the failure has
         another cause, and trying again would hide it.
@@ -147,7 +170,7 @@ class EngineFleet:
             time.sleep(0.5)
         if self._monitor is None:
             return False
-        self.version, before = version, self.restarts
+        before = self.restarts
         self.resume_watch()
         while self.restarts == before or not all(engine.is_alive() for engine in self.engines):
             self.raise_if_lost()

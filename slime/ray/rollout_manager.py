@@ -1,5 +1,6 @@
 """`RolloutManager`: the Ray actor that owns prompts, engines and router, and turns samples into the trainer's data."""
 
+import contextlib
 import dataclasses
 import random
 import time
@@ -62,16 +63,16 @@ class _RolloutManager:
         self._fleet.resume_memory(["weights"])
         return self._fleet.endpoints(), self._fleet.restarts
 
-    def repair(self, version: int) -> bool:
+    def repair(self) -> bool:
         """After a weight update that failed: True when an engine had died and is back."""
-        return self._fleet is not None and self._fleet.repair(version)
+        return self._fleet is not None and self._fleet.repair()
 
     def end_sync(self, version: int) -> None:
         """After it: the engines hold this version; one that is restarted gets it again."""
         if self._fleet is not None:
             self._fleet.version = version
             self._fleet.resume_memory()
-            self._fleet.resume_watch()
+            self._fleet.resume_watch(updated=True)
 
     def generate(self, rollout_id: int) -> RolloutOutput:
         """One rollout: samples, their rewards, and the data of each data-parallel rank."""
@@ -163,8 +164,10 @@ class _RolloutManager:
     def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
         from slime.rollout.base_types import call_rollout_fn
 
+        lent = self._fleet.lend_ranks() if self._fleet is not None else contextlib.nullcontext()
         try:
-            return call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=evaluation)
+            with lent:
+                return call_rollout_fn(function, self._args, rollout_id, self._source, evaluation=evaluation)
         except Exception:
             if self._fleet is not None:
                 self._fleet.raise_if_lost()  # why requests found no engine

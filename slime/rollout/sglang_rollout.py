@@ -302,11 +302,11 @@ async def _abort_requests(args: Any) -> None:
 async def _engine_urls(args: Any) -> list[str]:
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     try:
-        answer = await get(f"{router}/workers", max_retries=5, timeout=10.0)
+        answer = await get(f"{router}/workers", max_retries=8, timeout=10.0)
     except HttpError as error:
         if error.status != 404:
             raise
-        return (await get(f"{router}/list_workers", max_retries=5, timeout=10.0))["urls"]  # routers before 0.3
+        return (await get(f"{router}/list_workers", max_retries=8, timeout=10.0))["urls"]  # routers before 0.3
     return [worker["url"] for worker in answer["workers"]]
 
 

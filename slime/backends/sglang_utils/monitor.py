@@ -1,4 +1,4 @@
-"""`EngineMonitor`: notices dead engines, restarts them, and lets them serve again only when they have the weights."""
+"""`EngineMonitor`: restarts engines and a router that died; engines serve again only when they have the weights."""
 
 import logging
 import threading
@@ -27,24 +27,30 @@ class EngineHandle(Protocol):
     def restart(self) -> EngineEndpoint: ...
 
 
-class Workers(Protocol):
-    """The router's worker list (`RouterClient`)."""
+class Router(Protocol):
+    """What the monitor needs of the router (`SGLangRouter`): its process, and its list of workers."""
 
+    def is_alive(self) -> bool: ...
+    def failure(self) -> str: ...
+    def restart(self) -> None: ...
     def add(self, url: str) -> None: ...
     def remove(self, url: str) -> None: ...
 
 
 class EngineLost(RuntimeError):
-    """The monitor gave up: an engine that would not come back, or more restarts than --rollout-max-engine-restarts."""
+    """The monitor gave up: what died would not come back, or more restarts than --rollout-max-engine-restarts."""
 
 
 @dataclass
 class _State:
-    """Of one engine. failures: failed probes in a row. probing: a probe is under way. next_probe: clock time."""
+    """Of one engine. failures: failed probes in a row. probing: a probe is under way. next_probe: clock time.
+    has_weights: the run's, not the model folder's. serves: the router sends to it."""
 
     failures: int = 0
     probing: bool = False
     next_probe: float = 0.0
+    has_weights: bool = True
+    serves: bool = True
 
 
 class EngineMonitor:
@@ -52,8 +58,10 @@ class EngineMonitor:
 
     An engine is dead as soon as its process has ended, or after --rollout-health-check-failures failed probes in a row;
     a probe passes while the engine produces tokens for anybody, so busy engines are left alone. A dead engine leaves
-    the router, is restarted, is given the weights by `on_restarted(index, endpoint)`, and only then enters the router
-    again. `on_restarted` runs in the monitor's thread; when it raises, the monitor gives up.
+    the router, is restarted, is given the weights by `give_weights(index, endpoint)`, and only then enters the router
+    again. Where `give_weights` returns False it cannot now: it is asked again every `alive_interval` seconds, unless a
+    weight update comes first. It runs in the monitor's thread; when it raises, the monitor gives up. A dead router is
+    restarted, at its old address, with the engines that served.
 
     pause() during weight syncs and while memory is released, when no engine can answer a probe (ended processes
     are noticed and restarted after `resume`). raise_if_lost() tells in the caller's thread why the monitor gave up.
@@ -62,12 +70,12 @@ class EngineMonitor:
     def __init__(
         self,
         engines: Sequence[EngineHandle],
-        workers: Workers,
+        router: Router,
         args: Args,
-        on_restarted: Callable[[int, EngineEndpoint], None],
+        give_weights: Callable[[int, EngineEndpoint], bool],
         alive_interval: float = ALIVE_INTERVAL_S,
     ):
-        self._engines, self._workers, self._on_restarted = list(engines), workers, on_restarted
+        self._engines, self._router, self._give_weights = list(engines), router, give_weights
         self._interval, self._timeout = args.rollout_health_check_interval, args.rollout_health_check_timeout
         self._max_failures, self._max_restarts = args.rollout_health_check_failures, args.rollout_max_engine_restarts
         self._restart_allowed, self._alive_interval = args.use_fault_tolerance, alive_interval
@@ -76,7 +84,8 @@ class EngineMonitor:
         self._paused, self._stopped = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lost: BaseException | None = None
-        self.restarts = 0
+        self.restarts = 0  # of engines
+        self._router_restarts = 0
 
     def start(self) -> None:
         now = time.monotonic()
@@ -99,11 +108,13 @@ class EngineMonitor:
         with self._lock:
             pass
 
-    def resume(self) -> None:
-        """Probing goes on; failures from before the pause are forgotten."""
+    def resume(self, updated: bool = False) -> None:
+        """Probing goes on; failures from before the pause are forgotten. updated: every engine got the run's weights
+        in the pause, restarted ones too."""
         with self._lock:
             for state in self._states:
                 state.failures, state.next_probe = 0, time.monotonic() + self._interval
+                state.has_weights = state.has_weights or updated
         self._paused.clear()
 
     def raise_if_lost(self) -> None:
@@ -115,6 +126,9 @@ class EngineMonitor:
     def _run(self) -> None:
         try:
             while not self._stopped.wait(self._alive_interval):
+                with self._lock:
+                    if not self._paused.is_set() and not self._router.is_alive():
+                        self._restart_router()
                 for engine, state in zip(self._engines, self._states, strict=True):
                     with self._lock:
                         if self._paused.is_set() or self._stopped.is_set():
@@ -129,6 +143,8 @@ class EngineMonitor:
             self._recover(engine, state, engine.failure())
         elif state.failures >= self._max_failures:
             self._recover(engine, state, f"engine {engine.index} failed {state.failures} health checks in a row")
+        elif not state.serves:
+            self._open(engine, state)
         elif self._interval > 0 and not state.probing and time.monotonic() >= state.next_probe:
             state.probing = True
             self._pool.submit(self._probe, engine, state)
@@ -148,15 +164,39 @@ class EngineMonitor:
         state.probing = False
 
     def _recover(self, engine: EngineHandle, state: _State, why: str) -> None:
-        if not self._restart_allowed:
-            raise EngineLost(f"{why}\n  not restarted: --no-use-fault-tolerance")
-        if self.restarts >= self._max_restarts:
-            raise EngineLost(f"{why}\n  {self.restarts} restarts were used up (--rollout-max-engine-restarts)")
+        self._check_allowed(why, self.restarts)
         self.restarts += 1
         logger.warning("%s\n  restarting engine %d (restart %d)", why, engine.index, self.restarts)
-        self._workers.remove(engine.endpoint().url)
-        endpoint = engine.restart()
-        self._on_restarted(engine.index, endpoint)
-        self._workers.add(endpoint.url)
+        self._router.remove(engine.endpoint().url)
+        state.serves = state.has_weights = False
+        engine.restart()
+        self._open(engine, state)
+
+    def _open(self, engine: EngineHandle, state: _State) -> None:
+        """Lets a restarted engine serve, once it has the weights."""
+        endpoint = engine.endpoint()
+        state.has_weights = state.has_weights or self._give_weights(engine.index, endpoint)
         state.failures, state.next_probe = 0, time.monotonic() + self._interval
+        if not state.has_weights:
+            return
+        self._router.add(endpoint.url)
+        state.serves = True
         logger.warning("engine %d serves again at %s", engine.index, endpoint.url)
+
+    def _restart_router(self) -> None:
+        why = self._router.failure()
+        self._check_allowed(why, self._router_restarts)
+        self._router_restarts += 1
+        logger.warning("%s\n  restarting the router (restart %d)", why, self._router_restarts)
+        self._router.restart()
+        for engine, state in zip(self._engines, self._states, strict=True):
+            if state.serves and engine.is_alive():
+                self._router.add(engine.endpoint().url)
+        logger.warning("the router takes requests again")
+
+    def _check_allowed(self, why: str, restarts: int) -> None:
+        """Whether what died may be started again, after so many restarts."""
+        if not self._restart_allowed:
+            raise EngineLost(f"{why}\n  not restarted: --no-use-fault-tolerance")
+        if restarts >= self._max_restarts:
+            raise EngineLost(f"{why}\n  {restarts} restarts were used up (--rollout-max-engine-restarts)")

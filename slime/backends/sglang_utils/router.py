@@ -139,21 +139,29 @@ class SGLangRouter:
             self._check_external(timeout)
             return
         for attempt in range(PORT_TRIES):
-            port = self._choose_port()
-            command = router_command(self.args, self.host, port, free_port("127.0.0.1", taken=[port]))
-            self._process = ManagedProcess(
-                "router", command, self.log_path, {**os.environ, "RUST_BACKTRACE": "0"}, grace=1.0
-            )
-            self._process.start()
-            self.port = port
             try:
-                with self.client() as client:
-                    self._process.wait_until(client.is_up, timeout)
+                self._launch(self._choose_port(), timeout)
                 return
             except StartError:
-                if not self._process.port_was_taken() or self.args.sglang_router_port or attempt == PORT_TRIES - 1:
+                taken = self._process is not None and self._process.port_was_taken()
+                if not taken or self.args.sglang_router_port or attempt == PORT_TRIES - 1:
                     raise
                 self.port = None
+
+    def restart(self, timeout: float = 60.0) -> None:
+        """After it died: again at the address that requests know. It has no workers then. Raises StartError."""
+        assert self.port is not None, "not started"
+        self.stop()
+        self._launch(self.port, timeout)
+
+    def _launch(self, port: int, timeout: float) -> None:
+        command = router_command(self.args, self.host, port, free_port("127.0.0.1", taken=[port]))
+        env = {**os.environ, "RUST_BACKTRACE": "0"}
+        self._process = ManagedProcess("router", command, self.log_path, env, grace=1.0)
+        self._process.start()
+        self.port = port
+        with self.client() as client:
+            self._process.wait_until(client.is_up, timeout)
 
     def _choose_port(self) -> int:
         wanted = self.args.sglang_router_port
@@ -172,10 +180,15 @@ class SGLangRouter:
     def client(self) -> RouterClient:
         return RouterClient(self.url)
 
-    def add_worker(self, url: str) -> None:
-        """Registers an engine and waits until the router sends to it."""
+    def add(self, url: str) -> None:
+        """As `RouterClient.add`."""
         with self.client() as client:
             client.add(url)
+
+    def remove(self, url: str) -> None:
+        """As `RouterClient.remove`."""
+        with self.client() as client:
+            client.remove(url)
 
     def is_alive(self) -> bool:
         return self.external or (self._process is not None and self._process.is_alive())
