@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -50,8 +51,20 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_test_that_failed():
+    yield
+    for run in Run.started:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.wait(60)
+    Run.started.clear()
+
+
 class Run:
     """train.py in `folder`, with a mark in its environment that all its descendants inherit."""
+
+    started: ClassVar[list["Run"]] = []
 
     def __init__(self, folder: Path, *flags: str):
         self.mark = f"SLIME_TEST_MARK={uuid.uuid4().hex}"
@@ -62,6 +75,7 @@ class Run:
             "--rollout-max-response-len", "6", "--rollout-max-context-len", "64", "--lr", "1e-3", "--run-dir", "run",
             "--custom-rm-path", "my_rewards.length", *flags,
         ]  # fmt: skip
+        Run.started.append(self)
         self.log = folder / "train.log"
         self._file = self.log.open("w")
         self.process = subprocess.Popen(

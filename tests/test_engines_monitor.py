@@ -8,6 +8,7 @@ import pytest
 
 from slime.backends.sglang_utils.client import EngineEndpoint, EngineError
 from slime.backends.sglang_utils.monitor import EngineLost, EngineMonitor
+from slime.backends.sglang_utils.router import RouterError
 from slime.config import Args
 from slime.ray.fleet import EngineFleet
 from slime.ray.rollout_manager import _RolloutManager
@@ -56,10 +57,15 @@ class BreakableRouter:
         self.running = True
 
     def add(self, url):
-        self.log.append(("add", url))
+        self._call("add", url)
 
     def remove(self, url):
-        self.log.append(("remove", url))
+        self._call("remove", url)
+
+    def _call(self, what, url):
+        if not self.running:
+            raise RouterError(f"router http://router/workers: {what}: connection refused")
+        self.log.append((what, url))
 
 
 def wait_for(condition):
@@ -230,6 +236,21 @@ def test_a_dead_router_comes_back_with_the_engines_that_served(watch):
     monitor._router.running = False
     wait_for(lambda: ("add", "http://engine0.0") in log)
     assert log.count("router") == 1 and ("add", "http://engine1.1") not in log
+    monitor.raise_if_lost()
+
+
+def test_router_and_engine_may_die_together(watch):
+    engines, log, monitor = watch()
+    looked = engines[1].is_alive
+
+    def die():  # after this turn's look at the router
+        engines[1].running = monitor._router.running = False
+        engines[1].is_alive = looked
+        return False
+
+    engines[1].is_alive = die
+    wait_for(lambda: ("add", "http://engine1.1") in log)
+    assert log == [("restart", 1), ("weights", "http://engine1.1"), "router", ("add", "http://engine0.0"), RECOVERY[3]]
     monitor.raise_if_lost()
 
 

@@ -12,6 +12,7 @@ from rollout_wire import free_port
 from slime.config import Args
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
+from slime.rollout.patience import Scoring
 from slime.rollout.rm_hub import (
     async_rm,
     batched_async_rm,
@@ -325,3 +326,17 @@ def test_filter_results_of_any_kind():
     assert call_dynamic_filter(None, Args(), []).keep
     assert call_dynamic_filter(lambda a, s: False, Args(), []) == DynamicFilterOutput(False)
     assert call_dynamic_filter(lambda a, s: DynamicFilterOutput(True, "x"), Args(), []).reason == "x"
+
+
+def test_a_reward_that_takes_long_is_named(caplog):
+    scoring = Scoring()
+    with scoring.watched(first=0.04), scoring.of(Sample(index=7, group_index=2)):
+        time.sleep(0.5)  # on whatever thread: nothing of an event loop runs meanwhile
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines and all("calls under way: 1" in line and "of sample 7 (group 2)" in line for line in lines)
+    assert len(lines) < 10  # at twice the time each
+    assert scoring.seconds >= 0.5
+    caplog.clear()
+    with scoring.watched(first=0.04):
+        time.sleep(0.1)  # nothing is being scored
+    assert not caplog.records

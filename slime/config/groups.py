@@ -232,8 +232,10 @@ class RolloutArgs:
     rollout_health_check_failures: int = arg(
         3, "failed health checks in a row before an engine is restarted", limits="[1, inf)"
     )
-    rollout_max_engine_restarts: int = arg(10, "restarts of engines in one run before it stops", limits="[0, inf)")
-    use_fault_tolerance: bool = arg(True, "restart an engine that died and give it the current weights")
+    rollout_max_engine_restarts: int = arg(
+        10, "restarts of engines in one run before it stops, and as many of the router", limits="[0, inf)"
+    )
+    use_fault_tolerance: bool = arg(True, "restart an engine that died and give it the current weights; the router too")
     sglang_router_ip: str | None = arg(None, "address of a router that already runs; unset: one is started")
     sglang_router_port: int | None = arg(None, "port of the router; unset: a free one", limits="[1, 65535]")
     sglang_start_timeout: float = arg(600.0, "seconds for an engine to become healthy", limits="(0, inf)")

@@ -12,13 +12,14 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from slime.config.hooks import load_by_path
 from slime.data.batch import check_log_probs, check_reward
 from slime.rollout.base_types import RolloutError
 from slime.rollout.on_policy_distillation import score_with_teacher
+from slime.rollout.patience import Scoring
 from slime.rollout.rm_hub import async_rm, batched_async_rm, has_reward
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import FIRST_PAUSE, LONGEST_PAUSE, PAUSE_GROWTH, init_http_client, num_engines, post
@@ -34,12 +35,10 @@ PROMPTS_REMEMBERED = 4096
 
 @dataclasses.dataclass
 class Tally:
-    """What one rollout did. last_generated: when its last sample was complete (time.monotonic). score_seconds: sum
-    over samples, overlapping with generation."""
+    """What one rollout did. last_generated: when its last sample was complete (time.monotonic)."""
 
     generated_tokens: int = 0
     resumed_samples: int = 0
-    score_seconds: float = 0.0
     last_generated: float = 0.0
 
 
@@ -81,6 +80,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.rollout_id = rollout_id
         self.aborted = False
         self.tally = Tally()
+        self.scoring = Scoring()
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of a text prompt. No special tokens are added: the chat template has put them there."""
@@ -165,14 +165,14 @@ async def generate_and_rm(
     if args.opd_teacher_url and not evaluation:
         wanted = "teacher_topk_indices" if args.distill_topk else "teacher_log_probs"
         untaught = [s for s in _as_list(result) if getattr(s, wanted) is None]
-        with _blame(sample, "asking the teacher about"):
-            await _timed(state, gather_or_cancel(score_with_teacher(args, s, args.opd_teacher_url) for s in untaught))
+        with _blame(sample, "asking the teacher about"), state.scoring.of(sample):
+            await gather_or_cancel(score_with_teacher(args, s, args.opd_teacher_url) for s in untaught)
     if args.group_rm:
         return result
     unscored = [s for s in _as_list(result) if s.reward is None]
     if unscored:
-        with _blame(sample, "scoring"):
-            rewards = await _timed(state, gather_or_cancel(async_rm(args, s) for s in _checked(args, unscored)))
+        with _blame(sample, "scoring"), state.scoring.of(sample):
+            rewards = await gather_or_cancel(async_rm(args, s) for s in _checked(args, unscored))
             _set_rewards(unscored, rewards)
     _check_rewards(args, _as_list(result), evaluation)
     return result
@@ -194,8 +194,8 @@ async def generate_and_rm_group(
     samples = [piece for parent, result in zip(group, results, strict=True) for piece in _pieces(parent, result)]
     if args.group_rm and not any(s.status is Sample.Status.ABORTED for s in samples):
         if any(s.reward is None for s in samples):
-            with _blame(samples[0], "scoring the group of"):
-                _set_rewards(samples, await _timed(state, batched_async_rm(args, _checked(args, samples))))
+            with _blame(samples[0], "scoring the group of"), state.scoring.of(samples[0]):
+                _set_rewards(samples, await batched_async_rm(args, _checked(args, samples)))
         _check_rewards(args, samples, evaluation)
     return samples
 
@@ -334,14 +334,6 @@ def _pieces(parent: Sample, result: Sample | list[Sample]) -> list[Sample]:
 
 def _as_list(result: Sample | list[Sample]) -> list[Sample]:
     return result if isinstance(result, list) else [result]
-
-
-async def _timed(state: GenerateState, awaitable: Awaitable[Any]) -> Any:
-    started = time.monotonic()
-    try:
-        return await awaitable
-    finally:
-        state.tally.score_seconds += time.monotonic() - started
 
 
 @contextlib.contextmanager

@@ -67,12 +67,13 @@ async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -
     progress = progress_bar(args, args.rollout_batch_size, f"rollout {rollout_id}")
     rollout = _Rollout(args, state, data_source, load_hook(args, "dynamic_sampling_filter_path"))
     try:
-        while len(rollout.kept) < args.rollout_batch_size:
-            rollout.draw()
-            before = len(rollout.kept)
-            await rollout.take_finished()
-            progress.update(min(len(rollout.kept), args.rollout_batch_size) - before)
-        await rollout.wind_down()
+        with state.scoring.watched():
+            while len(rollout.kept) < args.rollout_batch_size:
+                rollout.draw()
+                before = len(rollout.kept)
+                await rollout.take_finished()
+                progress.update(min(len(rollout.kept), args.rollout_batch_size) - before)
+            await rollout.wind_down()
     except BaseException:
         await rollout.cancel()
         raise
@@ -94,7 +95,8 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
     if not pairs or len(pairs) % 2:
         raise ValueError(f"--eval-prompt-data takes pairs of name and file, found {pairs}")
     names, files = pairs[::2], pairs[1::2]
-    results = await gather_or_cancel(_eval_one(args, state, n, f) for n, f in zip(names, files, strict=True))
+    with state.scoring.watched():
+        results = await gather_or_cancel(_eval_one(args, state, n, f) for n, f in zip(names, files, strict=True))
     return RolloutFnEvalOutput(dict(zip(names, results, strict=True))), []
 
 
@@ -222,7 +224,7 @@ class _Rollout:
             "perf/generate_time": generate_time,
             "perf/score_time": self.complete - self.generated,
             "perf/abort_time": time.monotonic() - self.complete,
-            "perf/score_time_total": tally.score_seconds,
+            "perf/score_time_total": self.state.scoring.seconds,
             "perf/rollout_tokens_per_s": tally.generated_tokens / max(generate_time, 1e-9),
             **{f"prompts/{state}": n for state, n in accounting.items()},
             **{f"rollout/dynamic_filter/drop_{reason}": n for reason, n in Counter(self.drop_reasons).items()},

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slime.backends.sglang_utils.client import EngineEndpoint
+from slime.backends.sglang_utils.router import RouterError
 from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class EngineMonitor:
         self._check_allowed(why, self.restarts)
         self.restarts += 1
         logger.warning("%s\n  restarting engine %d (restart %d)", why, engine.index, self.restarts)
-        self._router.remove(engine.endpoint().url)
+        self._tell_router(self._router.remove, engine)
         state.serves = state.has_weights = False
         engine.restart()
         self._open(engine, state)
@@ -179,7 +180,8 @@ class EngineMonitor:
         state.failures, state.next_probe = 0, time.monotonic() + self._interval
         if not state.has_weights:
             return
-        self._router.add(endpoint.url)
+        if not self._tell_router(self._router.add, engine):
+            return
         state.serves = True
         logger.warning("engine %d serves again at %s", engine.index, endpoint.url)
 
@@ -191,8 +193,23 @@ class EngineMonitor:
         self._router.restart()
         for engine, state in zip(self._engines, self._states, strict=True):
             if state.serves and engine.is_alive():
-                self._router.add(engine.endpoint().url)
+                try:
+                    state.serves = self._tell_router(self._router.add, engine)
+                except RouterError as error:  # alive, but it does not answer: as after failed probes
+                    logger.warning("engine %d: %s", engine.index, error)
+                    state.failures = self._max_failures
         logger.warning("the router takes requests again")
+
+    def _tell_router(self, call: Callable[[str], None], engine: EngineHandle) -> bool:
+        """False: the router died meanwhile. It is restarted next, without workers, and an engine not serving is added
+        then."""
+        try:
+            call(engine.endpoint().url)
+        except RouterError:
+            if self._router.is_alive():
+                raise
+            return False
+        return True
 
     def _check_allowed(self, why: str, restarts: int) -> None:
         """Whether what died may be started again, after so many restarts."""

@@ -51,9 +51,7 @@ class EngineGroup:
     def _join(self, client: EngineClient, host: str, port: int, offset: int, size: int, backend: str) -> None:
         client.init_weights_update_group(host, port, offset, size, self.name, backend, timeout=CONNECT_SECONDS)
 
-    def broadcast(
-        self, data: torch.Tensor, requests: Sequence["Future[Any]"], meanwhile: Callable[[], None]
-    ) -> None:
+    def broadcast(self, data: torch.Tensor, requests: Sequence["Future[Any]"], meanwhile: Callable[[], None]) -> None:
         """Sends `data` to all engine ranks. requests: the HTTP calls that make the engines receive it. meanwhile: work
         that is done while it is sent.
 
