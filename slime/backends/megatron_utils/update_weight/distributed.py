@@ -1,5 +1,6 @@
 """Sending by broadcast: each pipeline stage's source shares a process group with all ranks of all engines."""
 
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ class DistributedSender:
             final = str(version) if bucket.last and self._is_last else None
             requests = [background(self._receive, client, bucket, group.name, final) for client in group.clients]
             # Digests take a core that is idle then: the broadcast takes one in the engine and half of one here.
-            group.broadcast(bucket.data, requests, lambda sending=bucket: sent.add(sending))
+            group.broadcast(bucket.data, requests, functools.partial(sent.add, bucket))
         if self._group is not None:
             self._group.finish(requests)
 
