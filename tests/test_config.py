@@ -176,6 +176,11 @@ def test_layout_of_a_critic(base):
     assert make_layout(load_args(base)).critic_world_size == make_layout(load_args(base)).critic_dp == 0
 
 
+def test_engines_on_cpu_pad_heads_that_they_do_not_divide(base):
+    engines = ["--rollout-num-gpus-per-engine", "4", "--rollout-num-gpus", "4"]
+    assert make_layout(load_args([*base, *engines])).engine_tp == 4
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -184,9 +189,8 @@ def test_layout_of_a_critic(base):
         (["--pp", "3"], "does not divide the model's 4 layers"),
         (["--tp", "2", "--actor-num-gpus-per-node", "3"], "no multiple of TP 2"),
         (["--ep", "2"], "the model has no experts"),
-        (["--sequence-parallel"], "--sequence-parallel needs --tensor-model-parallel-size of 2"),
         (["--overlap-param-gather"], "needs --overlap-grad-reduce and --use-distributed-optimizer"),
-        (["--rollout-num-gpus-per-engine", "4"], "per-engine 4 does not divide the model's num_attention_heads 6"),
+        (["--device", "cuda", "--rollout-num-gpus-per-engine", "4"], "per-engine 4 does not divide the model's"),
         (["--device", "cuda", "--actor-num-gpus-per-node", "16"], "is more than a node has .--num-gpus-per-node 8"),
         (["--allgather-cp"], "needs --context-parallel-size of 2 or more"),
         (["--cp", "2", "--allgather-cp", "--transformer-impl", "transformer_engine"], "knows the zigzag cut only"),

@@ -75,6 +75,8 @@ def derive(args: Args, hf: HFConfig | None) -> Args:
     if args.update_weight_mode == "auto":
         # NCCL has no group with two ranks on one GPU, so colocated engines get shared handles instead.
         out["update_weight_mode"] = "tensor" if args.colocate and cuda else "distributed"
+    if args.tensor_model_parallel_size == 1:
+        out["sequence_parallel"] = False  # nothing to split; scripts give it whatever their TP is
     if hf is not None and (hf.num_experts or hf.latent) and args.tensor_model_parallel_size > 1:
         out["sequence_parallel"] = True  # experts and latent attention need it under tensor parallelism
     for name in _PATHS:

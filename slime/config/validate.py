@@ -85,8 +85,6 @@ def _layout(args: Args, hf: HFConfig | None) -> Iterator[str]:
         yield f"--colocate: engines claim {args.rollout_num_gpus} GPUs, the trainer has {world}; lower --rollout-num-gpus"
     if args.update_weight_mode == "tensor" and not args.colocate:
         yield "--update-weight-mode tensor hands over memory of one device: it needs --colocate; leave it out"
-    if args.sequence_parallel and tp == 1:
-        yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; leave it out, or give --no-sequence-parallel"
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         yield "--overlap-param-gather needs --overlap-grad-reduce and --use-distributed-optimizer"
     for name in ("actor_num_gpus_per_node", "critic_num_gpus_per_node"):
@@ -114,7 +112,8 @@ def _engines_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
             "bfloat16 once with tools/convert_hf.py (--to megatron, then --to hf)"
         )
     engine_tp = args.rollout_num_gpus_per_engine
-    if hf.num_attention_heads % engine_tp and "enable_dp_attention" not in args.sglang:
+    # SGLang pads the heads of engines on CPU.
+    if args.device == "cuda" and hf.num_attention_heads % engine_tp and "enable_dp_attention" not in args.sglang:
         yield (
             f"--rollout-num-gpus-per-engine {engine_tp} does not divide the model's num_attention_heads "
             f"{hf.num_attention_heads} ({args.hf_checkpoint}/config.json)"
