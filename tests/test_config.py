@@ -176,6 +176,19 @@ def test_layout_of_a_critic(base):
     assert make_layout(load_args(base)).critic_world_size == make_layout(load_args(base)).critic_dp == 0
 
 
+def test_what_public_scripts_for_gpus_give_runs_on_a_laptop(base):
+    script = (
+        "--use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00 --eps-clip 0.2 "
+        "--eps-clip-high 0.28 --tensor-model-parallel-size 1 --sequence-parallel --context-parallel-size 1 "
+        "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --use-dynamic-batch-size --optimizer adam --lr-decay-style constant "
+        "--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 "
+        "--attention-softmax-in-fp32 --attention-backend flash --sglang-mem-fraction-static 0.7"
+    )
+    args = load_args([*base, *script.split()])
+    assert args.use_kl_loss and not args.sequence_parallel
+
+
 def test_engines_on_cpu_pad_heads_that_they_do_not_divide(base):
     engines = ["--rollout-num-gpus-per-engine", "4", "--rollout-num-gpus", "4"]
     assert make_layout(load_args([*base, *engines])).engine_tp == 4
@@ -199,7 +212,6 @@ def test_engines_on_cpu_pad_heads_that_they_do_not_divide(base):
         (["--global-batch-size", "9"], "more than a rollout yields"),
         (["--over-sampling-batch-size", "2"], "below --rollout-batch-size"),
         (["--num-steps-per-rollout", "9"], "more than the 8 samples"),
-        (["--use-kl-loss"], "give --kl-loss-coef"),
         (["--kl-loss-coef", "0.1"], "no effect without --use-kl-loss"),
         (["--kl-coef", "0.1"], "no effect with --advantage-estimator grpo"),
         (["--eps-clip-c", "0.9"], "must be above 1"),
@@ -305,7 +317,10 @@ def test_numbers_outside_of_their_limits_are_refused_before_anything_is_derived_
         (["--min-lr", "1", "--lr-decay-style", "cosine"], "it is above --lr"),
         (["--min-lr", "1e-7"], "a constant learning rate has no decay"),
         (["--num-epoch", "2"], "no effect: --num-rollout 3 is given"),
-        (["--attention-backend", "flash"], "no effect on our torch layers"),
+        (
+            ["--device", "cuda", "--transformer-impl", "local", "--attention-backend", "flash"],
+            "--attention-backend flash",
+        ),
         (["--start-rollout-id", "3"], "leaves nothing to do: rollouts are 0 to 2"),
         (["--debug-train-only"], "starts no engine to generate with: give --load-debug-rollout-data"),
         (["--sglang-data-parallel-size", "2"], "--sglang-dp-size 2 without --sglang-enable-dp-attention"),

@@ -82,6 +82,7 @@ def base_args(**changes):
 VARIANTS = {
     "grpo": {},
     "grpo_kl_entropy": dict(use_kl_loss=True, kl_loss_coef=0.2, entropy_coef=0.05),
+    "grpo_kl_measured": dict(use_kl_loss=True),
     "grpo_unbiased_kl": dict(use_kl_loss=True, kl_loss_coef=0.2, use_unbiased_kl=True, kl_loss_type="k3"),
     "grpo_tis": dict(use_tis=True, tis_clip=1.1, tis_clip_low=0.9),
     "grpo_rollout_logprobs": dict(use_rollout_logprobs=True),

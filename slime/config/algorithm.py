@@ -59,7 +59,7 @@ class AlgorithmArgs:
     gamma: float = arg(1.0, "discount", limits="[0, 1]")
     lambd: float = arg(1.0, "lambda of GAE", limits="[0, 1]")
     kl_coef: float = arg(0.0, "KL to the reference inside the reward", limits="[0, inf)")
-    use_kl_loss: bool = arg(False, "KL to the reference as a loss term")
+    use_kl_loss: bool = arg(False, "KL to the reference as a loss term; at --kl-loss-coef 0 only measured")
     kl_loss_coef: float = arg(0.0, "weight of the KL loss", limits="[0, inf)")
     kl_loss_type: str = arg(
         "low_var_kl", "estimator of the KL", choices=["k1", "k2", "k3", "low_var_kl"], aliases=["--kl-type"]

@@ -27,11 +27,9 @@ def flags_without_effect(args: Args) -> Iterator[str]:
         yield "--lr-warmup-iters and --lr-warmup-fraction both say how long the warm-up is; choose one"
     if args.num_epoch is not None and args.num_rollout is not None:
         yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} is given; choose one"
-    if args.attention_backend != "auto" and (args.device == "cpu" or args.transformer_impl == "local"):
-        yield (
-            f"--attention-backend {args.attention_backend} has no effect on our torch layers "
-            f"({'--transformer-impl local' if args.device != 'cpu' else '--device cpu'}); leave it out"
-        )
+    # On a laptop a script for GPUs should run as it is, so --device cpu may say which of their kernels it would take.
+    if args.attention_backend != "auto" and args.device == "cuda" and args.transformer_impl == "local":
+        yield f"--attention-backend {args.attention_backend} has no effect with --transformer-impl local; leave it out"
     if args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} has no effect: it is above --lr {args.lr}"
 

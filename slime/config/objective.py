@@ -35,8 +35,6 @@ def _algorithm(args: Args) -> Iterator[str]:
             yield "--eps-clip-c has no effect: with --distill-topk distillation has no importance ratio"
     if args.use_kl_loss and args.kl_coef:
         yield "--use-kl-loss and --kl-coef both count the KL to the reference; choose one"
-    if args.use_kl_loss and not args.kl_loss_coef:
-        yield "--use-kl-loss with --kl-loss-coef 0 trains nothing; give --kl-loss-coef, or leave both out"
     if args.kl_loss_coef and not args.use_kl_loss:
         yield f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss"
     if args.kl_coef and args.advantage_estimator not in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):

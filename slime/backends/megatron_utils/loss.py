@@ -114,7 +114,8 @@ def policy_loss_function(
         ratio = token_log_ratio.exp() if args.use_unbiased_kl else None
         kl = compute_approx_kl(log_probs, _column(batch, "ref_log_probs", mask), args.kl_loss_type, ratio)
         kl_mean = sum_of_sample_mean(kl)
-        loss = loss + args.kl_loss_coef * kl_mean
+        if args.kl_loss_coef:  # else it is only measured, and 0 x inf would be NaN
+            loss = loss + args.kl_loss_coef * kl_mean
         metrics["kl_loss"] = kl_mean
 
     metrics |= {
