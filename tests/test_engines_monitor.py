@@ -216,17 +216,20 @@ def test_trainer_ranks_are_lent_to_the_monitor_only_while_the_driver_waits():
     assert fleet._give_weights(0, endpoint)  # a run without a trainer: the folder's weights are right
     fleet._train_ranks = [Rank]
     assert not fleet._give_weights(0, endpoint) and calls == []
-    with fleet.lend_ranks():
-        fleet._ranks_lent.acquire()  # as the monitor does, to give weights
-        ended = threading.Thread(target=lambda: None)
-        lent = threading.Thread(target=lambda: (ended.start(), fleet._ranks_lent.acquire()))
-        lent.start()
-        ended.join(30)
-        assert lent.is_alive()  # the rollout has ended, and the driver must not go on yet
-        fleet._ranks_lent.release()
-        lent.join(30)
-        assert not lent.is_alive() and not fleet._give_weights(0, endpoint) and calls == []
-        fleet._ranks_lent.release()
+    giving = []
+
+    def rollout():
+        with fleet.lend_ranks():
+            giving.append(fleet._ranks_lent.acquire(blocking=False))  # as the monitor does, to give weights
+
+    driver = threading.Thread(target=rollout, daemon=True)
+    driver.start()
+    wait_for(lambda: giving)
+    time.sleep(0.05)
+    assert giving == [True] and driver.is_alive()  # the rollout has ended, and the driver must not go on yet
+    fleet._ranks_lent.release()
+    driver.join(30)
+    assert not driver.is_alive() and not fleet._give_weights(0, endpoint) and calls == []
 
 
 def test_a_dead_router_comes_back_with_the_engines_that_served(watch):

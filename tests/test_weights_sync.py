@@ -161,10 +161,10 @@ def meet_failures(rank, world, port, args, url, pids, restarted):
 
     plain_broadcast = EngineGroup.broadcast
 
-    def flip_a_bit(group, data, requests):
+    def flip_a_bit(group, data, *more):
         data = data.clone()
         data[5] ^= 1
-        plain_broadcast(group, data, requests)
+        plain_broadcast(group, data, *more)
 
     if rank == 1:  # the second stage's first tensor arrives wrong
         EngineGroup.broadcast = flip_a_bit
@@ -173,10 +173,10 @@ def meet_failures(rank, world, port, args, url, pids, restarted):
     updater.connect(engines)
     out["after falsification"] = updater.update(4)
 
-    def kill_while_sending(group, data, requests):
+    def kill_while_sending(group, *sent):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        plain_broadcast(group, data, requests)
+        plain_broadcast(group, *sent)
 
     EngineGroup.broadcast = kill_while_sending
     out["killed"] = failing_update(updater, 5)
