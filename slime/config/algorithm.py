@@ -2,6 +2,11 @@
 
 from slime.config.fields import arg, group
 
+# Advantage estimators that compare a sample with its siblings (the others take the reward as it is), and those of them
+# that divide by the standard deviation of the group.
+GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "maxrl", "tailrl", "reinforce_plus_plus_baseline")
+STD_ESTIMATORS = ("grpo", "gspo", "cispo")
+
 
 @group("algorithm")
 class AlgorithmArgs:

@@ -95,10 +95,19 @@ def cut_faults(args: Args, hf: HFConfig) -> Iterator[str]:
         yield f"--expert-tensor-parallel-size {etp} does not divide the experts' {hf.moe_intermediate_size} {where}"
     if hf.moe_layers and (hf.shared_intermediate_size or 0) % tp:
         yield f"{of_tp} does not divide the {hf.shared_intermediate_size} of the experts of all tokens {where}"
-    if hf.num_layers % pp:
-        yield f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers"
+    yield from share_faults(hf, pp, args.expert_model_parallel_size)
     if cp > 1 and args.allgather_cp and hf.latent:
         yield f"--allgather-cp: {hf.model_type} has latent attention, which is built for the zigzag cut only"
+
+
+def share_faults(hf: HFConfig, pp: int, ep: int) -> Iterator[str]:
+    """Why the model's layers and experts cannot be shared out whole, a line each."""
+    if hf.num_layers % pp:
+        yield f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_layers} layers"
+    if ep > 1 and not hf.num_experts:
+        yield f"--expert-model-parallel-size {ep}: the model has no experts"
+    elif hf.num_experts and hf.num_experts % ep:
+        yield f"--expert-model-parallel-size {ep} does not divide the model's {hf.num_experts} experts"
 
 
 def due(interval: int | None, rollout_id: int, last: bool) -> bool:

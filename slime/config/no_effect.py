@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from slime.config.algorithm import STD_ESTIMATORS
 from slime.config.args import Args
 from slime.config.fields import flag_of
 
-STD_ESTIMATORS = ("grpo", "gspo", "cispo")  # those that divide by a group's standard deviation
 _POLICY_ONLY = (
     "use_kl_loss", "kl_coef", "entropy_coef", "normalize_advantages", "eps_clip_c", "use_opsm", "use_unbiased_kl",
     "disable_grpo_std_normalization", "disable_rewards_normalization",

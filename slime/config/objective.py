@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from slime.config.algorithm import GROUP_ESTIMATORS
 from slime.config.args import Args
 from slime.config.critic import uses_critic
 from slime.config.fields import flag_of
@@ -42,10 +43,9 @@ def _algorithm(args: Args) -> Iterator[str]:
             f"--kl-coef {args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator} "
             "(its reward is one scalar per sample); use --use-kl-loss --kl-loss-coef"
         )
-    needs_siblings = {"grpo", "gspo", "cispo", "rloo", "maxrl", "tailrl", "reinforce_plus_plus_baseline"}
     if (
         args.n_samples_per_prompt == 1
-        and args.advantage_estimator in needs_siblings
+        and args.advantage_estimator in GROUP_ESTIMATORS
         and not args.disable_rewards_normalization
         and args.loss_type == "policy_loss"
     ):

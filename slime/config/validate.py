@@ -133,10 +133,6 @@ def _layout_of_model(args: Args, hf: HFConfig) -> Iterator[str]:
     pp, vpp = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
     if vpp is not None and (pp == 1 or (hf.num_layers // pp) % vpp):
         yield f"--num-layers-per-virtual-pipeline-stage {vpp} needs PP above 1 and must divide the {hf.num_layers // pp} layers of a stage"
-    if args.expert_model_parallel_size > 1 and not hf.num_experts:
-        yield f"--expert-model-parallel-size {args.expert_model_parallel_size}: the model has no experts"
-    elif hf.num_experts and hf.num_experts % args.expert_model_parallel_size:
-        yield f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the model's {hf.num_experts} experts"
     if args.rollout_max_context_len and args.rollout_max_context_len > hf.max_position_embeddings:
         yield (
             f"--rollout-max-context-len {args.rollout_max_context_len} is over the model's max_position_embeddings "

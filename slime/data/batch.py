@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.config.algorithm import GROUP_ESTIMATORS
 from slime.config.errors import ConfigError
 from slime.config.hooks import load_hook
 from slime.utils import rewards as reward_utils
@@ -19,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 Columns = dict[str, list[Any]]
 
-# Estimators that compare a sample with its siblings; the others take the reward as it is.
-GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "maxrl", "tailrl", "reinforce_plus_plus_baseline")
 BOUNDED_ESTIMATORS = ("maxrl", "tailrl")  # rewards in [0, 1]: shares of success
 # Names that the trainer fills itself; a user's field must not hide them.
 RESERVED = frozenset(

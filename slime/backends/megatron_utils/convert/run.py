@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.parallel import destroy_parallel, init_parall
 from slime.config.args import Args
 from slime.config.errors import ConfigError, raise_faults
 from slime.config.hf_config import HFConfig, check_same_model, load_hf_config, parse_hf_config
+from slime.config.layout import share_faults
 from slime.models import HFFolder, check_folder, model_table
 from slime.models.hf_files import FILE_BYTES, copy_side_files, hf_dtypes, replace_folder
 from slime.models.table import WeightTable
@@ -59,7 +60,7 @@ class Job:
 def convert_to_megatron(job: Job, say: Callable[[str], None]) -> None:
     """Raises ConfigError for input that cannot become a checkpoint, and then leaves nothing that looks like one."""
     hf = load_hf_config(job.hf_folder, "--input")
-    if faults := "; ".join(_layout_faults(job, hf)):
+    if faults := "; ".join(share_faults(hf, job.pp, job.ep)):  # `to_megatron.cut` finds rows that do not divide
         raise ConfigError(faults)
     table, folder = model_table(hf), HFFolder(job.input)
     check_folder(table, folder)
@@ -156,16 +157,6 @@ def file_units(job: Job, hf: HFConfig, structure: Structure) -> list[to_megatron
         to_megatron.FileUnit(number, tuple(shards), structure.objects if number == 0 else {})
         for number, shards in enumerate(groups)
     ]
-
-
-def _layout_faults(job: Job, hf: HFConfig) -> Iterator[str]:
-    """What no trainer could load as it is cut; `to_megatron.cut` finds rows that do not divide."""
-    if hf.num_layers % job.pp:
-        yield f"--pipeline-model-parallel-size {job.pp} does not divide the model's {hf.num_layers} layers"
-    if job.ep > 1 and not hf.num_experts:
-        yield f"--expert-model-parallel-size {job.ep}: the model has no experts"
-    elif hf.num_experts and hf.num_experts % job.ep:
-        yield f"--expert-model-parallel-size {job.ep} does not divide the model's {hf.num_experts} experts"
 
 
 def _bytes(units: Sequence[to_megatron.FileUnit]) -> int:
